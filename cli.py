@@ -322,7 +322,7 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
 
     That is the model, how it was built, what the quality gate measured, and how many sequences fit into memory.
     """
-    from enginewright.runtime.inspect import describe, summarize
+    from enginewright.runtime.commands.inspect import describe, summarize
 
     summary = summarize(engine, memory)
     show(summary, None if as_json else partial(describe, every_section=sections))
@@ -385,8 +385,8 @@ def verify(
     The hash of every part of the file is checked, weights included, and the signature if you name whom you trust.
     Then the engine is run, to see whether it computes on this machine what it computed where it was built.
     """
-    from enginewright.runtime.signing import choose_trust
-    from enginewright.runtime.verify import verify as run_verify
+    from enginewright.runtime.commands.signing import choose_trust
+    from enginewright.runtime.commands.verify import verify as run_verify
 
     report = run_verify(
         engine,
@@ -443,8 +443,8 @@ def sign(
 
     The signature is a Sigstore bundle as OpenSSF Model Signing has it: a file of its own, which leaves FILE as it is.
     """
-    from enginewright.runtime.signing import choose_signer
-    from enginewright.runtime.signing import sign as run_sign
+    from enginewright.runtime.commands.signing import choose_signer
+    from enginewright.runtime.commands.signing import sign as run_sign
 
     written = run_sign(file, choose_signer(key, certificate, chain, keyless), signature)
     report = {"file": str(file), "signature": str(written)}
@@ -461,8 +461,8 @@ def doctor(context: click.Context, /, engine: Path | None, as_json: bool, **limi
 
     Nothing is run. The exit code is 0, and 1 if the engine cannot run here; warnings say what makes it slow.
     """
-    from enginewright.runtime.doctor import describe, examine
-    from enginewright.runtime.memory_plan import runtime_config
+    from enginewright.runtime.api.vllm_options import runtime_config
+    from enginewright.runtime.commands.doctor import describe, examine
 
     report = examine(engine, runtime_config(**limits))
     show(report, None if as_json else describe)
@@ -480,7 +480,7 @@ def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bo
 
     The exit code is 0 if their content is the same, and 1 if it differs.
     """
-    from enginewright.runtime.diff import compare, describe
+    from enginewright.runtime.commands.diff import compare, describe
 
     report = compare(a, b)
     show(report, None if as_json else partial(describe, every_line=every_line))
@@ -676,13 +676,13 @@ def generate(
 
     ENGINE is a file that `engine build` wrote. Give one of --prompt, --chat and --input.
     """
-    from enginewright.runtime.batch import run_batch
-    from enginewright.runtime.console import print_json, print_stream
-    from enginewright.runtime.devices import open_engine
-    from enginewright.runtime.llm import LLM
-    from enginewright.runtime.params import default_params
-    from enginewright.runtime.prompts import Conversation
-    from enginewright.runtime.structured_outputs import StructuredOutputsParams
+    from enginewright.runtime.api.llm import LLM
+    from enginewright.runtime.commands.batch import run_batch
+    from enginewright.runtime.commands.console import print_json, print_stream
+    from enginewright.runtime.core.params import default_params
+    from enginewright.runtime.core.prompts import Conversation
+    from enginewright.runtime.device.devices import open_engine
+    from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 
     refuse_stray_question(context, engine)
     if sum(given is not None for given in (prompt, chat, batch)) != 1:
@@ -763,8 +763,8 @@ def embed(
 
     ENGINE is a file that `engine build` wrote from an embedding model.
     """
-    from enginewright.runtime.devices import open_engine
-    from enginewright.runtime.llm import LLM
+    from enginewright.runtime.api.llm import LLM
+    from enginewright.runtime.device.devices import open_engine
 
     given = [*texts, *((line.decode() for line in split_lines(lines.read(), lines.name)) if lines else ())]
     if not given:
@@ -810,10 +810,10 @@ def chat(
     ENGINE is a file that `engine build` wrote. Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help lists
     the commands. What comes through a pipe is a message a line, and answers alone are on stdout.
     """
-    from enginewright.runtime.devices import open_engine
-    from enginewright.runtime.llm import LLM
-    from enginewright.runtime.params import default_params
-    from enginewright.runtime.terminal_chat import TerminalChat, without_thinking
+    from enginewright.runtime.api.llm import LLM
+    from enginewright.runtime.commands.terminal_chat import TerminalChat, without_thinking
+    from enginewright.runtime.core.params import default_params
+    from enginewright.runtime.device.devices import open_engine
 
     refuse_stray_question(context, engine)
     limits = {name: options.pop(name) for name in LIMITS} | {"max_num_seqs": 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from enginewright import __version__
-from enginewright.runtime.machine import num_cores
+from enginewright.runtime.device.machine import num_cores
 
 
 def machine_facts(*packages: str) -> Mapping[str, Any]:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.memory_plan import SPECULATE
-from enginewright.runtime.outputs import RequestOutput
-from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.stats import SpeculationStats
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.config import SPECULATE
+from enginewright.runtime.core.outputs import RequestOutput
+from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.speculation.stats import SpeculationStats
 from enginewright_bench.figures import PERCENTILE_METHOD, Distribution
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.workload import Item, WorkloadConfig, token_ids, workload

@@ -15,11 +15,12 @@ from enginewright.errors import UsageError
 from enginewright.manifest import WEIGHTS
 from enginewright.plan import BufferOperand, KernelCall, WeightOperand
 from enginewright.runtime.cache.cache import Cache
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
-from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_plan import Packer, Part, StepPlan
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.roofline import Roofline, measure_roofline, read_buffer
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from enginewright import _cpu
-from enginewright.runtime.machine import free_memory
+from enginewright.runtime.device.machine import free_memory
 
 READ_BYTES = 1 << 30  # larger than caches; of a machine with less memory, a part of what is free
 FREE_SHARE = 0.25

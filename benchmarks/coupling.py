@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from protocol.tasks import TASKS
 
 from enginewright import LLM, SamplingParams
-from enginewright.runtime.devices import Executor, open_executor
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.devices import Executor, open_executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.sampling import Sampler, SamplingRequest
-from enginewright.runtime.score import score
+from enginewright.runtime.sampling.sampling import Sampler, SamplingRequest
 from enginewright.runtime.speculation.draft import LEVELS
 
 Floats = NDArray[np.float64]

@@ -39,7 +39,7 @@ from protocol.rounds import Measurement, prepare
 from protocol.start import first_tokens
 
 from enginewright import _cpu
-from enginewright.runtime.machine import free_memory, num_cores
+from enginewright.runtime.device.machine import free_memory, num_cores
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.roofline import measure_dots
 

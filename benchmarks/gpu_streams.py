@@ -25,8 +25,8 @@ from gpu_host import FREE_BYTES, SMOLLM2, IdleDevice
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.runtime import core
-from enginewright.runtime.cuda.executor import CudaExecutor
+from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import serve

@@ -13,7 +13,7 @@ from pathlib import Path
 from protocol.builds import Built, build
 from protocol.models import KINDS, SMOLLM2, Model, model
 
-from enginewright.runtime.quality import QualityReport
+from enginewright.runtime.commands.quality import QualityReport
 
 GATE = "full,kl=1000,top1=0,ppl=1000,layer=1000,needle=0"  # full: all positions, whatever the figures
 STATIC = "int8-sq,activation-scheme=static"

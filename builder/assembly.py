@@ -35,9 +35,9 @@ from enginewright.plan import Plan
 from enginewright.plugins.kernel import Specialization
 from enginewright.plugins.target import targets_of
 from enginewright.runtime import env
-from enginewright.runtime.chat_template import ChatTemplate
-from enginewright.runtime.machine import num_cores
-from enginewright.runtime.tokenizer import SPECIAL_TOKENS
+from enginewright.runtime.device.machine import num_cores
+from enginewright.runtime.text.chat_template import ChatTemplate
+from enginewright.runtime.text.tokenizer import SPECIAL_TOKENS
 from enginewright.targets import CPU
 
 

@@ -44,12 +44,12 @@ from enginewright.passes.quant import quant_config
 from enginewright.passes.quant.method import Calibration
 from enginewright.plugins.target import targets_of
 from enginewright.runtime import env
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.goldens import GOLDENS, last_logits_of, record, replay_config
+from enginewright.runtime.commands.provenance import write_provenance
+from enginewright.runtime.commands.quality import QUALITY, QualityReport
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.goldens import GOLDENS, last_logits_of, record, replay_config
-from enginewright.runtime.machine import num_cores
-from enginewright.runtime.provenance import write_provenance
-from enginewright.runtime.quality import QUALITY, QualityReport
 
 
 @dataclass(frozen=True)

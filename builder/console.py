@@ -22,8 +22,8 @@ from rich.progress import (
 
 from enginewright.builder.build import BuildReport
 from enginewright.builder.forecast import Forecast
+from enginewright.runtime.commands.quality import describe_quality
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.quality import describe_quality
 
 REFUSALS_SHOWN = 3  # of each pass
 # The command to try an engine with, by what it gives, and what follows the file.

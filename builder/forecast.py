@@ -15,7 +15,7 @@ from enginewright.builder.assembly import (
 )
 from enginewright.builder.calibration import foresee_samples
 from enginewright.builder.checkpoint import Checkpoint
-from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
+from enginewright.builder.checkpoint.gguf.file import GgufCheckpoint
 from enginewright.builder.cuda.compile import check_compilers
 from enginewright.builder.cuda.sections import to_compile
 from enginewright.builder.draft import Draft, add_draft, check_draft
@@ -30,8 +30,8 @@ from enginewright.passes.quant import W8A8
 from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.method import Calibration
-from enginewright.runtime.dims import StepCounter
-from enginewright.runtime.machine import free_memory
+from enginewright.runtime.device.machine import free_memory
+from enginewright.runtime.step.dims import StepCounter
 
 EVIDENCE_SECTIONS = 2  # goldens, quality report
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from enginewright.errors import EngineError
-from enginewright.runtime.generation_config import fault_of
+from enginewright.runtime.text.generation_config import fault_of
 
 
 def check_generation_config(config: Mapping[str, Any], vocab_size: int) -> None:

@@ -21,8 +21,8 @@ from enginewright.errors import EngineError, NotEnoughMemoryError, UsageError
 from enginewright.printable import printable_lines
 from enginewright.runtime import env
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.cuda.device import CudaDevice, capability_of, num_gpus
-from enginewright.runtime.machine import free_memory
+from enginewright.runtime.device.cuda.device import CudaDevice, capability_of, num_gpus
+from enginewright.runtime.device.machine import free_memory
 from enginewright.targets import CPU, CUDA, SMS, choose_code, parse_targets
 
 if TYPE_CHECKING:

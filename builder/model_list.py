@@ -6,7 +6,7 @@
 import importlib
 from dataclasses import dataclass
 
-from enginewright.builder.checkpoint.gguf_names import ARCHITECTURES, VARIANTS
+from enginewright.builder.checkpoint.gguf.names import ARCHITECTURES, VARIANTS
 from enginewright.builder.models import model_types
 from enginewright.builder.wrappers import WRAPPERS
 from enginewright.passes.quant import METHODS

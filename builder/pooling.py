@@ -19,7 +19,7 @@ class Dense:
 class Pooling:
     """One vector of all hidden states of a text, and what becomes of that."""
 
-    kind: str  # one of plugins/pool.py's POOLINGS
+    kind: str  # one of plugins/elementwise/pool.py's POOLINGS
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)  # for the runtime
     dense: tuple[Dense, ...] = ()
     max_tokens: int | None = None  # of a text; None is what the model was made for

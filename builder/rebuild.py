@@ -30,8 +30,8 @@ from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.manifest import SKIP, Manifest
 from enginewright.output_file import require_writable, same_file
 from enginewright.passes.quant import METHODS, Bf16, QuantConfig, quant_config
-from enginewright.runtime import diff
-from enginewright.runtime.quality import QUALITY, QualityReport
+from enginewright.runtime.commands import diff
+from enginewright.runtime.commands.quality import QUALITY, QualityReport
 
 CONFIG = "config.json"
 Source = TypeVar("Source", bound=Checkpoint | HeadFolder)

@@ -11,8 +11,8 @@ import onnx_ir as ir
 from enginewright.passes.graph import nodes_of, norms_rows, only_used_by, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import plugin_of
+from enginewright.plugins.experts.route import renamed
 from enginewright.plugins.plugin import CODES
-from enginewright.plugins.route import renamed
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import torch
 
-from enginewright.plugins.combine_experts import COMBINE_EXPERTS
-from enginewright.plugins.gather_columns import GATHER_COLUMNS
-from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
+from enginewright.plugins.elementwise.gather_columns import GATHER_COLUMNS
+from enginewright.plugins.elementwise.softcap import SOFTCAP
+from enginewright.plugins.experts.combine_experts import COMBINE_EXPERTS
+from enginewright.plugins.experts.grouped_linear import GROUPED_LINEAR, STARTS
+from enginewright.plugins.experts.route import experts_of
 from enginewright.plugins.plugin import DOMAIN, operand, optional
-from enginewright.plugins.route import experts_of
-from enginewright.plugins.softcap import SOFTCAP
 
 
 def made_by(value: ir.Value | None, op_type: str, domain: str = "") -> ir.Node | None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from enginewright.passes.graph import LinearLayer, head_of, linear_of, made_by
 from enginewright.passes.torch_ops import GATES, Compute, compute_of
 from enginewright.passes.weights import RowReader, open_rows, read, shape_of
-from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
+from enginewright.plugins.experts.grouped_linear import GROUPED_LINEAR, STARTS
 from enginewright.plugins.plugin import operand
 
 HEAD_ROWS = 8192  # of the vocabulary, of which logits are computed at once

@@ -5,8 +5,9 @@ Inputs afterwards, INT32: tokens, positions, token_types [tokens]; query_start [
 logit_rows [logit_rows]; first_rows [sequences], each text's first token; for each KV group g, slots.<g> [tokens] and
 block_table.<g> [sequences, kv_blocks]; for each group of recurrent states, which follow the KV groups, state_slots.<g>
 [sequences]. For each layer, in and out: key_pool.<layer>, value_pool.<layer> [slots.<g>, kv_heads, head_dim], as
-plugins/kv_write.py has them, or its states by their names, such as conv_pool.<layer>, [state_slots.<g>, …]. Output:
-logits [logit_rows, V]; of an embedding model a row for each text. Hidden states are FLOAT [tokens, columns], in or out.
+plugins/attention/kv_write.py has them, or its states by their names, such as conv_pool.<layer>, [state_slots.<g>, …].
+Output: logits [logit_rows, V]; of an embedding model a row for each text. Hidden states are FLOAT [tokens, columns],
+in or out.
 """
 
 import json
@@ -23,17 +24,17 @@ from enginewright.passes.graph import nodes_of, replace, standard, typed
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plan import HIDDEN, HIDDEN_BEFORE
 from enginewright.plugins import DOMAIN, plugin_of
-from enginewright.plugins.kv_write import BLOCK_SIZE, KV_WRITE, STORED, pool_dtype
-from enginewright.plugins.latent_paged_attention import LATENT_PAGED_ATTENTION
-from enginewright.plugins.latent_write import LATENT_WRITE
-from enginewright.plugins.masked_attention import EVERYTHING
-from enginewright.plugins.mean_rows import MEAN_ROWS
-from enginewright.plugins.paged_attention import PAGED_ATTENTION
+from enginewright.plugins.attention.kv_write import BLOCK_SIZE, KV_WRITE, STORED, pool_dtype
+from enginewright.plugins.attention.latent_paged_attention import LATENT_PAGED_ATTENTION
+from enginewright.plugins.attention.latent_write import LATENT_WRITE
+from enginewright.plugins.attention.masked_attention import EVERYTHING
+from enginewright.plugins.attention.paged_attention import PAGED_ATTENTION
+from enginewright.plugins.attention.rope import ROPE
+from enginewright.plugins.attention.rope_queries import ROPE_QUERIES
+from enginewright.plugins.elementwise.mean_rows import MEAN_ROWS
+from enginewright.plugins.experts.route import renamed
 from enginewright.plugins.plugin import width_of
-from enginewright.plugins.recurrence import STATE_INPUTS
-from enginewright.plugins.rope import ROPE
-from enginewright.plugins.rope_queries import ROPE_QUERIES
-from enginewright.plugins.route import renamed
+from enginewright.plugins.recurrence.recurrence import STATE_INPUTS
 from enginewright.plugins.target import CPU_TARGET, Target
 
 PAST_STATE = re.compile(r"past_(?P<part>\w+)\.(?P<layer>\d+)")

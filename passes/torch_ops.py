@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from enginewright.errors import EngineError
-from enginewright.plugins.gather_columns import LACKING
-from enginewright.plugins.gemm import CLAMPED_LIMIT, CLAMPED_SLOPE
+from enginewright.plugins.elementwise.gather_columns import LACKING
+from enginewright.plugins.experts.route import LEAST_SUM
+from enginewright.plugins.gemm.gemm import CLAMPED_LIMIT, CLAMPED_SLOPE
 from enginewright.plugins.plugin import DOMAIN, float_of, int_of
-from enginewright.plugins.route import LEAST_SUM
 
 Compute = Callable[..., tuple[torch.Tensor, ...]]  # (node, *inputs) → outputs; later ones may be left out
 
@@ -198,7 +198,7 @@ def _gated_delta(
     dt_bias: torch.Tensor,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """As plugins/gated_delta.py has it, from the first position on. Nobody reads the state behind it."""
+    """As plugins/recurrence/gated_delta.py has it, from the first position on. Nobody reads the state behind it."""
     heads, key_heads, epsilon = int_of(node, "heads"), int_of(node, "key_heads"), float_of(node, "epsilon")
 
     def by_head(x: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ def _selective_state(
     skip: torch.Tensor,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """As plugins/selective_state.py has it, from the first position on. Nobody reads the state behind it."""
+    """As plugins/recurrence/selective_state.py has it, from the first position on. Nobody reads the state behind it."""
     heads, key_heads = int_of(node, "heads"), int_of(node, "key_heads")
     q, k = (
         torch.unflatten(x[0], -1, (key_heads, -1)).repeat_interleave(heads // key_heads, dim=1) for x in (query, key)
@@ -312,7 +312,7 @@ def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1) * gate * torch.sigmoid(CLAMPED_SLOPE * gate)
 
 
-# What gated epilogues of plugins/gemm.py make of a gate and an up.
+# What gated epilogues of plugins/gemm/gemm.py make of a gate and an up.
 GATES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,

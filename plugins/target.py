@@ -1,7 +1,7 @@
 """What a platform decides: an object for each, which passes, lowering and the gate ask.
 
 `enginewright.targets` has their names, and what people may write. A third platform is a class here, an executor in
-`runtime/devices.py`, and kernels by its name in the files of the ops that it runs.
+`runtime/device/devices.py`, and kernels by its name in the files of the ops that it runs.
 """
 
 from abc import ABC, abstractmethod

@@ -18,8 +18,8 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, UsageError
 from enginewright.manifest import WEIGHTS, Manifest, SectionForm, plan_section
 from enginewright.plan import Plan
-from enginewright.runtime.generation_config import fault_of
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.generation_config import fault_of
+from enginewright.runtime.text.tokenizer import Tokenizer
 from enginewright.targets import CPU, TARGETS, architectures, choose_code, platforms_of
 
 # Of tokenizer_config.json: texts that requests read.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from enginewright.runtime import core
+from enginewright.runtime.core import engine_core as core
 from enginewright.runtime.scheduler import stored
 from enginewright.runtime.speculation.speculator import Speculator
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from enginewright.errors import EngineDeadError, UsageError
-from enginewright.runtime.async_llm import AsyncEngineArgs, AsyncLLM, AsyncRequest
+from enginewright.runtime.api.async_llm import AsyncEngineArgs, AsyncLLM, AsyncRequest
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.core.outputs import CompletionOutput, Delta, RequestOutput
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.outputs import CompletionOutput, Delta, RequestOutput
-from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.sampling.sampling import RequestOutputKind, SamplingParams
+from enginewright.runtime.step.step_plan import StepPlan
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint
 

@@ -17,10 +17,10 @@ import pytest
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime import batch
-from enginewright.runtime.batch import read_requests, run_batch
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.commands import batch
+from enginewright.runtime.commands.batch import read_requests, run_batch
+from enginewright.runtime.sampling.sampling import SamplingParams
 from tests.helpers.outputs import NULL, make_device, read_end, start_engine
 from tests.helpers.serving import tiny_engine
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model

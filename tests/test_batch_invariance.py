@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
 from tests.conftest import SMOLLM2
 from tests.helpers.engines import built
 from tests.helpers.graphs import QUANTS

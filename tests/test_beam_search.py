@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from enginewright import LLM, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.runtime.beam_search import BeamSearch, EarlyStopping
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.core.beam_search import BeamSearch, EarlyStopping
+from enginewright.runtime.sampling.sampling import SampledToken
 from tests import tolerances
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.late_executor import LateExecutor
@@ -148,7 +148,7 @@ def test_beams_share_what_is_computed() -> None:
 def test_beams_without_room_take_turns(limits: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two places, or KV blocks for so many, for searches of 6 and 3 beams and an answer: the same tokens, later."""
     if ahead:
-        monkeypatch.setattr("enginewright.runtime.devices.CpuExecutor", LateExecutor)
+        monkeypatch.setattr("enginewright.runtime.device.devices.CpuExecutor", LateExecutor)
     path, greedy = engine_of("llama"), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompts, params = [PROMPT, [8, 9], [1, 2, 3]], [beams(6), beams(3), greedy]
     with LLM(path, **LIMITS, max_num_seqs=16) as llm:

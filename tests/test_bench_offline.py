@@ -9,7 +9,7 @@ import pytest
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.runtime.llm import LLM
+from enginewright.runtime.api.llm import LLM
 from enginewright_bench import offline
 from enginewright_bench.offline import OfflineConfig, OfflineReport, Round, run_offline
 from enginewright_bench.report import describe_offline

@@ -14,10 +14,10 @@ from enginewright import _cpu
 from enginewright.cli import main
 from enginewright.manifest import WEIGHTS
 from enginewright.plan import WeightOperand
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright_bench import profile, roofline
 from enginewright_bench.profile import (
@@ -161,7 +161,7 @@ def test_profiling_computes_what_a_run_computes(engines: Mapping[str, Path]) -> 
 def test_decodes_are_those_of_the_scheduler(engines: Mapping[str, Path], name: str, depth: int) -> None:
     with Engine.open(engines[name]) as engine:
         executor = executor_of(engine, max_num_batched_tokens=3 * depth)
-        scheduler = Scheduler(engine.plan.caches, executor.memory_plan)
+        scheduler = Scheduler(engine.plan.caches, executor.memory_plan.limits, executor.memory_plan.num_blocks)
         for index in range(3):
             scheduler.add(sequence_of([index, *range(1, depth)], length=100))
         prompts = scheduler.schedule()

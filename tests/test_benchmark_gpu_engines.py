@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from benchmarks.gpu import answers, engines
 from enginewright.builder import build
-from enginewright.runtime import core
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling import SampledToken
-from enginewright.runtime.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
 from tests.helpers.gpu_report import reported
 from tests.helpers.ladder import Ladder
 from tests.helpers.late_executor import LateExecutor

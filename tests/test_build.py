@@ -20,11 +20,11 @@ from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, NotEnoughMemoryError, UnsupportedModelError, UsageError
 from enginewright.passes.quant import QuantConfig
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.commands.verify import verify
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
-from enginewright.runtime.verify import verify
 from tests import tolerances
 from tests.helpers.graphs import QUANTS, relative_error
 from tests.helpers.tiny import (
@@ -152,7 +152,7 @@ def test_an_engine_may_be_shorter_than_its_goldens(length: int, tmp_path: Path) 
 def test_goldens_take_no_memory_for_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config("llama", max_position_embeddings=1 << 20)
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
-    monkeypatch.setattr("enginewright.runtime.memory_plan.free_memory", lambda: 1 << 26)
+    monkeypatch.setattr("enginewright.runtime.device.memory_plan.free_memory", lambda: 1 << 26)
     build_engine(checkpoint, BuildConfig(), tmp_path / "x.engine")
     assert verify(tmp_path / "x.engine", goldens=True)["goldens"] == "right"
     with Engine.open(tmp_path / "x.engine") as engine, pytest.raises(NotEnoughMemoryError):

@@ -16,8 +16,8 @@ from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.quant import W8A8, Int4Gptq, Int8Sq, QuantConfig
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.text.tokenizer import Tokenizer
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from enginewright.builder.checkpoint import Checkpoint, gguf_file, open_checkpoint
+from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
+from enginewright.builder.checkpoint.gguf import file as gguf_file
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from tests.helpers.converted_gguf import CASES as CONVERTED

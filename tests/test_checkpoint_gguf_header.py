@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from enginewright.builder.checkpoint import gguf_header, open_checkpoint
-from enginewright.builder.checkpoint.gguf_header import read_header
+from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.builder.checkpoint.gguf import header as gguf_header
+from enginewright.builder.checkpoint.gguf.header import read_header
 from enginewright.errors import EngineError
 from tests.helpers.tiny_gguf import TinyGguf, state_of, tiny_model
 

@@ -21,12 +21,13 @@ from enginewright.cli_help import SectionCommand, SectionOption, first_sentence
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
-from enginewright.runtime import inspect, memory_plan
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.commands import inspect
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.machine import num_cores
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.device import memory_plan
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.machine import num_cores
+from enginewright.runtime.step.step_plan import StepPlan
 from tests.helpers.engines import copied
 from tests.helpers.serving import tiny_engine
 from tests.helpers.tiny import tiny_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from enginewright.plugins.masked_attention import EVERYTHING
+from enginewright.plugins.attention.masked_attention import EVERYTHING
 from tests.helpers.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner, weight
 from tests.helpers.paged_kv import (
     SPLIT,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from enginewright.plugins.gather_columns import LACKING
+from enginewright.plugins.elementwise.gather_columns import LACKING
 from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, weight
 from tests.tolerances import BF16_ROUNDING, LAYER_NORM_F32, NORM_F32, SOFTCAP_F32, TANH_GELU_SILU
 

@@ -21,11 +21,11 @@ from enginewright.errors import NoCodeForMachineError
 from enginewright.plan import Plan, StepSizes, step_sizes
 from enginewright.plugins.architectures import ARCHITECTURES
 from enginewright.plugins.kernel import Specialization
-from enginewright.plugins.recurrence_triton import PREPARE_WARPS, SCAN_WARPS
-from enginewright.runtime.cuda.device import num_gpus
-from enginewright.runtime.devices import open_engine, open_executor
+from enginewright.plugins.recurrence.recurrence_triton import PREPARE_WARPS, SCAN_WARPS
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cuda.device import num_gpus
+from enginewright.runtime.device.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
 from tests.helpers.graphs import checkpoint_of
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 

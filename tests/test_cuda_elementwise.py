@@ -9,7 +9,7 @@ from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
 from enginewright.plugins.registry import STANDARD_KERNELS
-from enginewright.runtime.cuda.sampling import SAMPLED_ROW
+from enginewright.runtime.device.cuda.sampling import SAMPLED_ROW
 from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
 from tests.tolerances import BF16_ROUNDING, TANH_GELU_SILU
 

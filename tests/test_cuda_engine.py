@@ -25,16 +25,16 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.plan import step_sizes
 from enginewright.plugins.kernel import Specialization
 from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
-from enginewright.runtime import core
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.cuda.executor import BUCKETS, CudaExecutor, DeviceRows, bucket_of, buckets_for
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.cuda.executor import BUCKETS, CudaExecutor, DeviceRows, bucket_of, buckets_for
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.sampling import Entries, Fields, SampledToken, SamplingParams
-from enginewright.runtime.score import score
-from enginewright.runtime.token_mask import Mask
+from enginewright.runtime.sampling.sampling import Entries, Fields, SampledToken, SamplingParams
+from enginewright.runtime.sampling.token_mask import Mask
 from tests import tolerances
 from tests.emulator.device import EmulatedDevice, device_for
 from tests.emulator.kernels import EmulatedKernels, Kernels

@@ -14,9 +14,9 @@ from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.plan import Launch, Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.architectures import ARCHITECTURES
-from enginewright.plugins.gemm_cuda import launches_on
-from enginewright.plugins.gemm_format import FORMATS
-from enginewright.plugins.gemm_tiles import TILES
+from enginewright.plugins.gemm.gemm_cuda import launches_on
+from enginewright.plugins.gemm.gemm_format import FORMATS
+from enginewright.plugins.gemm.gemm_tiles import TILES
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from tests.emulator.kernels import SCHEDULES, EmulationError, Kernels
 from tests.helpers.compiled import compile_kernels

@@ -12,8 +12,8 @@ from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.errors import UnsupportedModelError
 from enginewright.plan import Launch, Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
+from enginewright.plugins.attention.latent_cuda import PARTIALS, ROWS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
-from enginewright.plugins.latent_cuda import PARTIALS, ROWS
 from tests.emulator.kernels import SCHEDULES, Kernels
 from tests.helpers.cuda_attention import (
     Attending,

@@ -6,7 +6,7 @@ import pytest
 
 from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
-from enginewright.plugins.gather_columns import LACKING
+from enginewright.plugins.elementwise.gather_columns import LACKING
 from enginewright.plugins.kernel import CudaKernel, Matrix
 from tests.emulator.kernels import SCHEDULES
 from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided

@@ -15,9 +15,9 @@ from enginewright import _cpu
 from enginewright.plan import Launch, linear
 from enginewright.plugins.kernel import Matrix, Specialization
 from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, THREADS, sampling_launch
-from enginewright.runtime.cuda.device import Bytes
-from enginewright.runtime.cuda.sampling import SAMPLED_ROW, TOPS, DeviceSampler, SamplerLimits
-from enginewright.runtime.sampling import (
+from enginewright.runtime.device.cuda.device import Bytes
+from enginewright.runtime.device.cuda.sampling import SAMPLED_ROW, TOPS, DeviceSampler, SamplerLimits
+from enginewright.runtime.sampling.sampling import (
     Entries,
     Fields,
     SampledToken,
@@ -26,7 +26,7 @@ from enginewright.runtime.sampling import (
     SamplingRequest,
     _Batch,
 )
-from enginewright.runtime.token_mask import Mask, num_words
+from enginewright.runtime.sampling.token_mask import Mask, num_words
 from tests.emulator.device import EmulatedDevice
 from tests.emulator.kernels import SCHEDULES, EmulationError, Kernels
 from tests.helpers.sampling_reference import (

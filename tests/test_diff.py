@@ -12,9 +12,9 @@ from enginewright.cli import main
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.manifest import About
 from enginewright.passes.quant import W8A8, Bf16
-from enginewright.runtime.diff import compare
-from enginewright.runtime.goldens import GOLDENS, Golden, Goldens
-from enginewright.runtime.quality import QUALITY, QualityReport
+from enginewright.runtime.commands.diff import compare
+from enginewright.runtime.commands.goldens import GOLDENS, Golden, Goldens
+from enginewright.runtime.commands.quality import QUALITY, QualityReport
 from tests.helpers.engines import copied
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 

@@ -9,8 +9,9 @@ from click.testing import CliRunner, Result
 
 from enginewright import _cpu
 from enginewright.cli import main
-from enginewright.runtime.doctor import describe, examine
-from enginewright.runtime.memory_plan import KvBlocks, runtime_config
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.commands.doctor import describe, examine
+from enginewright.runtime.device.memory_plan import KvBlocks
 from tests.helpers.serving import tiny_engine
 from tests.test_machine import GIB, machine
 

@@ -25,16 +25,16 @@ from enginewright.errors import UsageError
 from enginewright.manifest import Manifest
 from enginewright.passes.quant import W8A8, Int4Awq, Int4Rtn, QuantConfig
 from enginewright.plugins.target import targets_of
-from enginewright.runtime import doctor
-from enginewright.runtime.core import EngineCore
-from enginewright.runtime.cuda.upload import upload_weights
-from enginewright.runtime.devices import open_executor
-from enginewright.runtime.diff import compare
-from enginewright.runtime.doctor import examine
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.commands import doctor
+from enginewright.runtime.commands.diff import compare
+from enginewright.runtime.commands.doctor import examine
+from enginewright.runtime.commands.inspect import describe, summarize
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.device.cuda.upload import upload_weights
+from enginewright.runtime.device.devices import open_executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.inspect import describe, summarize
-from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.score import score
 from enginewright.runtime.speculation.draft import DraftModel
 from tests.emulator.device import EmulatedDevice
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model

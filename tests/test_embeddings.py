@@ -27,12 +27,12 @@ from enginewright.cli import main
 from enginewright.embedding import EmbeddingConfig
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from enginewright.passes.quant import W8A8, Bf16, QuantConfig
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.embeddings import TextReader, check_dimensions
+from enginewright.runtime.api.embeddings import TextReader, check_dimensions
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.commands.verify import verify
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
-from enginewright.runtime.verify import verify
 from tests import tolerances
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error

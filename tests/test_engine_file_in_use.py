@@ -13,9 +13,9 @@ import pytest
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
 from tests.helpers.serving import COMPLETIONS, LIMITS, Running, running, tiny_engine, wait_until
 from tests.helpers.small_engine_file import write_engine
 

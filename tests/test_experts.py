@@ -26,8 +26,8 @@ from enginewright.passes.quant.smoothing_sites import sites
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import RowReader, open_rows, read, scale, shape_of
 from enginewright.plugins import DOMAIN
+from enginewright.plugins.experts.route import ROUTE
 from enginewright.plugins.plugin import operand
-from enginewright.plugins.route import ROUTE
 from enginewright.runtime.engine import Engine
 from tests import tolerances
 from tests.helpers.graphs import DenseRun, random_tokens, relative_error

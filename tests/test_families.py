@@ -14,11 +14,11 @@ from enginewright.builder.assembly import assemble
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.progress import Silent
 from enginewright.passes.quant import W8A8, Bf16, Int4Rtn, QuantConfig
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.inspect import summarize
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.inspect import summarize
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.graphs import relative_error
 from tests.helpers.tiny import (

@@ -19,7 +19,7 @@ from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.errors import CorruptEngineError, QualityGateError
 from enginewright.manifest import About
 from enginewright.passes.quant import W8A8, Int4Rtn, Int8Sq, Int8Wo
-from enginewright.runtime.quality import QUALITY, QualityReport
+from enginewright.runtime.commands.quality import QUALITY, QualityReport
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 

@@ -6,7 +6,7 @@ from enginewright.builder.gate.config import LIMITS, MEASURES, GateConfig, limit
 from enginewright.builder.gate.vectors import COSINES
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, Auto
-from enginewright.runtime.quality import Check
+from enginewright.runtime.commands.quality import Check
 
 
 @pytest.mark.parametrize(

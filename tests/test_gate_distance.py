@@ -14,10 +14,10 @@ from enginewright.builder.models import build_graph
 from enginewright.errors import QualityGateError, UnsupportedModelError
 from enginewright.passes.quant import Int8Wo
 from enginewright.passes.streaming import stream
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.score import forced, score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import forced, score
 from tests import tolerances
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 

@@ -20,8 +20,8 @@ from enginewright.passes.pass_manager import Pass, PassResult
 from enginewright.passes.quant import Bf16, Fp8, Int4Rtn, Int8Wo, QuantConfig
 from enginewright.passes.quant.method import Calibration, StoredTensor
 from enginewright.passes.weights import RowReader, RowsTensor, read
+from enginewright.runtime.commands.quality import Measured
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.quality import Measured
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LOOSE = GateConfig(limits={"kl": 1e9, "top1": 0, "ppl": 1e9, "layer": 1e9})

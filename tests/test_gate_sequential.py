@@ -15,7 +15,7 @@ from enginewright.builder.gate.intervals import ERROR, LOOKS, T_FACTORS, interva
 from enginewright.builder.progress import Silent
 from enginewright.errors import QualityGateError
 from enginewright.passes.quant import Int4Rtn, Int8Wo
-from enginewright.runtime.quality import Check, Measured, QualityReport, describe_quality
+from enginewright.runtime.commands.quality import Check, Measured, QualityReport, describe_quality
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 

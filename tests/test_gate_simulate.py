@@ -19,14 +19,10 @@ from enginewright.builder.progress import Silent
 from enginewright.dtypes import KV_CACHES
 from enginewright.manifest import About, Limits
 from enginewright.passes.streaming import Streamed
-from enginewright.plugins.kv_write import STORED
+from enginewright.plugins.attention.kv_write import STORED
 from enginewright.plugins.target import CPU_TARGET, CudaTarget, Target
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.cuda.executor import CudaExecutor
-from enginewright.runtime.engine import Engine
-from enginewright.runtime.goldens import GOLDENS, Goldens
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.quality import (
+from enginewright.runtime.commands.goldens import GOLDENS, Goldens
+from enginewright.runtime.commands.quality import (
     QUALITY,
     Check,
     Distance,
@@ -36,7 +32,11 @@ from enginewright.runtime.quality import (
     QualityReport,
     describe_quality,
 )
-from enginewright.runtime.score import score
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.cuda.executor import CudaExecutor
+from enginewright.runtime.engine import Engine
 from tests.emulator.device import device_for
 from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
 from tests.helpers.onnx_run import Array

@@ -9,9 +9,9 @@ import torch
 from enginewright.builder.cuda import Instance, compile_each
 from enginewright.plan import Launch, Linear, linear
 from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec
-from enginewright.plugins.gemm_bf16 import GEMM_BF16
-from enginewright.plugins.gemm_format import FORMATS, GemmDesc
-from enginewright.plugins.gemm_tiles import MANY, TILES, GemmConfig, configs, feature_blocks
+from enginewright.plugins.gemm.gemm_bf16 import GEMM_BF16
+from enginewright.plugins.gemm.gemm_format import FORMATS, GemmDesc
+from enginewright.plugins.gemm.gemm_tiles import MANY, TILES, GemmConfig, configs, feature_blocks
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from enginewright.targets import CUDA, PTX, SMS
 from tests.helpers.cuda_gemm import Gemm, Problem, compiled, error

@@ -10,14 +10,14 @@ import pytest
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import UsageError
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core.outputs import CompletionOutput, to_dicts
+from enginewright.runtime.core.params import default_params
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.outputs import CompletionOutput, to_dicts
-from enginewright.runtime.params import default_params
-from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.score import score
+from enginewright.runtime.sampling.sampling import SamplingParams
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 from tests.tolerances import LOGPROB
 

@@ -15,15 +15,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 import enginewright
 from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime import core
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.grammar_processes import FIRST, SECOND, GrammarProcesses
-from enginewright.runtime.grammar_protocol import LIMITS as PARSER_LIMITS
-from enginewright.runtime.grammar_worker import answer
-from enginewright.runtime.grammars import Grammars, GrammarWalk
-from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.token_mask import Mask, num_words
+from enginewright.runtime.grammar.grammar_processes import FIRST, SECOND, GrammarProcesses
+from enginewright.runtime.grammar.grammar_protocol import LIMITS as PARSER_LIMITS
+from enginewright.runtime.grammar.grammar_worker import answer
+from enginewright.runtime.grammar.grammars import Grammars, GrammarWalk
+from enginewright.runtime.sampling.token_mask import Mask, num_words
 from tests.helpers.late_executor import LateExecutor
 from tests.helpers.serving import LIMITS, tiny_engine
 

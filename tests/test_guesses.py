@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.runtime.core import Completion, EngineCore, Request
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.core.engine_core import Completion, EngineCore, Request
+from enginewright.runtime.core.outputs import Delta, merge
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.outputs import Delta, merge
-from enginewright.runtime.sampling import SampledToken, SamplingParams
+from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LIMITS: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1}

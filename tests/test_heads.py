@@ -24,20 +24,22 @@ from enginewright.errors import EngineError, UnsupportedModelError
 from enginewright.passes.show_hidden import ShowHidden
 from enginewright.plan import HIDDEN, HIDDEN_BEFORE, Plan
 from enginewright.plugins.kernel import Specialization
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.cuda.executor import CudaExecutor
-from enginewright.runtime.devices import Executor
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.commands.inspect import describe, summarize
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.cuda.executor import CudaExecutor
+from enginewright.runtime.device.devices import Executor
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.inspect import describe, summarize
-from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config, sequence_bytes
 from enginewright.runtime.scheduler.scheduler import Scheduler
-from enginewright.runtime.score import score
-from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation import speculator
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.speculation.speculator import Guesses, Speculator
-from enginewright.runtime.step_cost import StepCost
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_cost import StepCost
+from enginewright.runtime.step.step_plan import StepPlan
 from tests import tolerances
 from tests.emulator.device import device_for
 from tests.helpers.eagle import EAGLE, right_eagle, with_eagle
@@ -331,7 +333,7 @@ def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def _step(executor: Executor, sequence: TokenSequence) -> StepPlan:
     """Of a whole prompt."""
-    scheduler = Scheduler(executor.plan.caches, executor.memory_plan)
+    scheduler = Scheduler(executor.plan.caches, executor.memory_plan.limits, executor.memory_plan.num_blocks)
     sequence.every_logit = True
     scheduler.add(sequence)
     plan = scheduler.schedule()

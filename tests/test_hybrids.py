@@ -17,12 +17,13 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.models import build_graph, check_config
 from enginewright.errors import EngineError, UnsupportedModelError
 from enginewright.plan import RecurrentState
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.inspect import describe, summarize
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core.outputs import RequestOutput
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.inspect import describe, summarize
-from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
-from enginewright.runtime.outputs import RequestOutput
-from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error

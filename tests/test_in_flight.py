@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.core.outputs import RequestOutput
+from enginewright.runtime.device.memory_plan import limits_of, sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.memory_plan import limits_of, runtime_config, sequence_bytes
-from enginewright.runtime.outputs import RequestOutput
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling.sampling import SamplingParams
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint
 

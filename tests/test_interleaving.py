@@ -9,11 +9,11 @@ import pytest
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import UsageError
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.params import default_params
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.params import default_params
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling.sampling import SamplingParams
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LIMITS = {"max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 24, "threads": 1}

@@ -15,13 +15,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from enginewright.errors import UsageError
-from enginewright.runtime.grammar_protocol import LIMITS
-from enginewright.runtime.grammar_worker import answer, failure
-from enginewright.runtime.json_schema import MAX_INTEGER, MIN_INTEGER, held
-from enginewright.runtime.messages.calls import CallFormat
-from enginewright.runtime.messages.grammar import only_calls
-from enginewright.runtime.messages.hermes import HERMES
-from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
+from enginewright.runtime.grammar.grammar_protocol import LIMITS
+from enginewright.runtime.grammar.grammar_worker import answer, failure
+from enginewright.runtime.grammar.json_schema import MAX_INTEGER, MIN_INTEGER, held
+from enginewright.runtime.text.messages.calls import CallFormat
+from enginewright.runtime.text.messages.grammar import only_calls
+from enginewright.runtime.text.messages.hermes import HERMES
+from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
 from tests.helpers.schemas import BOUNDED
 from tests.helpers.serving import CHAT, HELLO, Running, running, tiny_engine
 

@@ -19,20 +19,21 @@ from enginewright import LLM
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError, UsageError
 from enginewright.plan import PagedCache, Plane
+from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.cache import disk
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import HASH_BYTES, DiskStore
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.cache.pool import Pool
-from enginewright.runtime.core import EngineCore
-from enginewright.runtime.cuda.places import DevicePlaces
+from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.device.cuda.places import DevicePlaces
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import runtime_config, sequence_bytes
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.sampling import SamplingRequest
+from enginewright.runtime.sampling.sampling import SamplingRequest
 from enginewright.runtime.scheduler import stored
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
-from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step.sequence import TokenSequence
 from tests.emulator.device import EmulatedDevice
 from tests.helpers.kv_cache_disk import (
     FAMILIES,

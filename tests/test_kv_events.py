@@ -17,9 +17,9 @@ import zmq
 from enginewright import LLM, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime import kv_events
 from enginewright.runtime.cache.keys import PrefixKeys
-from enginewright.runtime.memory_plan import RuntimeConfig
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core import kv_events
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import serve
 from tests.helpers.engines import folder_of_engines

@@ -12,12 +12,12 @@ import pytest
 from enginewright import LLM, CompletionOutput, SamplingParams, TextPrompt, TokensPrompt
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import UsageError
-from enginewright.runtime.core import EngineCore
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.core.outputs import RequestOutput
+from enginewright.runtime.core.prompts import Conversation
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.outputs import RequestOutput
-from enginewright.runtime.prompts import Conversation
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.tokenizer import Tokenizer
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LIMITS = {"max_model_len": 200, "max_num_seqs": 6, "max_num_batched_tokens": 24, "threads": 1}

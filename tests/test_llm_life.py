@@ -14,9 +14,9 @@ import pytest
 
 from enginewright import LLM, SamplingParams
 from enginewright.errors import EngineDeadError, NotEnoughMemoryError
+from enginewright.runtime.core.outputs import Delta, RequestOutput
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.outputs import Delta, RequestOutput
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step.step_plan import StepPlan
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 
 from enginewright.errors import UsageError
 from enginewright.runtime import env
-from enginewright.runtime.machine import free_memory, num_cores
+from enginewright.runtime.device.machine import free_memory, num_cores
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {16 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable:   {8 << 20} kB\nHugePages_Total: 0\n"

@@ -21,13 +21,13 @@ from enginewright.builder.progress import Silent
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from enginewright.plan import HIDDEN_BEFORE
 from enginewright.plugins.kernel import Specialization
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.cuda.executor import CudaExecutor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.speculator import Guesses, Speculator
-from enginewright.runtime.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_plan import Packer, Part, StepPlan
 from tests import tolerances
 from tests.emulator.device import device_for
 from tests.helpers.graphs import relative_error

@@ -21,11 +21,12 @@ from enginewright.plan import (
     StepSizes,
     linear,
 )
-from enginewright.runtime import memory_plan as module
 from enginewright.runtime.cache.paged import blocks_of
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device import memory_plan as module
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.memory_plan import plan_memory, sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig, plan_memory, sequence_bytes
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 DTYPE_BYTES = {"f32": 4, "bf16": 2}

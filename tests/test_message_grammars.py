@@ -12,26 +12,26 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from enginewright.errors import UsageError
-from enginewright.runtime.grammar_worker import answer
-from enginewright.runtime.messages.calls import Arguments, Call, CallFormat
-from enginewright.runtime.messages.formats import CALL_FORMATS, REASONING_FORMATS, new_parser
-from enginewright.runtime.messages.gemma import GEMMA4
-from enginewright.runtime.messages.grammar import (
+from enginewright.runtime.grammar.grammar_worker import answer
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.text.messages.calls import Arguments, Call, CallFormat
+from enginewright.runtime.text.messages.formats import CALL_FORMATS, REASONING_FORMATS, new_parser
+from enginewright.runtime.text.messages.gemma import GEMMA4
+from enginewright.runtime.text.messages.grammar import (
     MAX_CALLS,
     answer_or_calls,
     before_answer,
     only_calls,
     text_and_calls,
 )
-from enginewright.runtime.messages.harmony import HARMONY
-from enginewright.runtime.messages.hermes import HERMES
-from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
-from enginewright.runtime.messages.mistral import MISTRAL
-from enginewright.runtime.messages.parser import MessageFormat, Piece, Reasoning, ReasoningPlace, Text, joined
-from enginewright.runtime.messages.pythonic import PYTHONIC
-from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
-from enginewright.runtime.structured_outputs import StructuredOutputsParams
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.messages.harmony import HARMONY
+from enginewright.runtime.text.messages.hermes import HERMES
+from enginewright.runtime.text.messages.llama3_json import LLAMA3_JSON
+from enginewright.runtime.text.messages.mistral import MISTRAL
+from enginewright.runtime.text.messages.parser import MessageFormat, Piece, Reasoning, ReasoningPlace, Text, joined
+from enginewright.runtime.text.messages.pythonic import PYTHONIC
+from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
+from enginewright.runtime.text.tokenizer import Tokenizer
 from tests.helpers.tiny import MemoryCheckpoint
 
 WEATHER = {

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from enginewright.runtime.messages.calls import CallFormat
-from enginewright.runtime.messages.formats import CALL_FORMATS
-from enginewright.runtime.messages.source import Marks, Source
+from enginewright.runtime.text.messages.calls import CallFormat
+from enginewright.runtime.text.messages.formats import CALL_FORMATS
+from enginewright.runtime.text.messages.source import Marks, Source
 from tests.helpers.hostile_messages import feed, hostile_messages
 
 SHORT, LONG = 500, 2000  # characters

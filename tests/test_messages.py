@@ -8,28 +8,28 @@ from collections.abc import Sequence
 import pytest
 
 from enginewright.errors import UsageError
-from enginewright.runtime.detokenizer import Detokenizer
-from enginewright.runtime.messages.bare import typed
-from enginewright.runtime.messages.calls import Arguments, Call, CallFormat, WrittenCalls
-from enginewright.runtime.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
-from enginewright.runtime.messages.formats import (
+from enginewright.runtime.text.detokenizer import Detokenizer
+from enginewright.runtime.text.messages.bare import typed
+from enginewright.runtime.text.messages.calls import Arguments, Call, CallFormat, WrittenCalls
+from enginewright.runtime.text.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from enginewright.runtime.text.messages.formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
     call_format,
     message_format,
     new_parser,
 )
-from enginewright.runtime.messages.gemma import FUNCTION_GEMMA, GEMMA4
-from enginewright.runtime.messages.glm import GLM, GLM47
-from enginewright.runtime.messages.harmony import FINAL, HARMONY
-from enginewright.runtime.messages.hermes import HERMES
-from enginewright.runtime.messages.json_calls import read_calls
-from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
-from enginewright.runtime.messages.mistral import MISTRAL, MISTRAL_NAMED
-from enginewright.runtime.messages.parser import MessageFormat, MessageParser, Piece, Reasoning, Text, joined
-from enginewright.runtime.messages.pythonic import LFM2, PYTHONIC
-from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.messages.gemma import FUNCTION_GEMMA, GEMMA4
+from enginewright.runtime.text.messages.glm import GLM, GLM47
+from enginewright.runtime.text.messages.harmony import FINAL, HARMONY
+from enginewright.runtime.text.messages.hermes import HERMES
+from enginewright.runtime.text.messages.json_calls import read_calls
+from enginewright.runtime.text.messages.llama3_json import LLAMA3_JSON
+from enginewright.runtime.text.messages.mistral import MISTRAL, MISTRAL_NAMED
+from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, Reasoning, Text, joined
+from enginewright.runtime.text.messages.pythonic import LFM2, PYTHONIC
+from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
+from enginewright.runtime.text.tokenizer import Tokenizer
 from tests.helpers.tiny import MemoryCheckpoint
 
 THINK = REASONING_FORMATS[0]

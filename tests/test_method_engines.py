@@ -13,10 +13,10 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, Bf16, Fp8, Int4Rtn, Int8Sq, Mxfp4, QuantConfig, quant_config
 from enginewright.plugins.target import CPU_TARGET
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
 from tests.helpers.ragged import RaggedRun

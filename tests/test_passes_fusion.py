@@ -9,11 +9,11 @@ from enginewright.passes.fusion.round_in_producer import RoundInProducer
 from enginewright.passes.fusion.swiglu import FuseSwiGlu
 from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import Pass, PassResult, check_graph
-from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
-from enginewright.plugins.gemm_bf16 import GEMM_BF16
-from enginewright.plugins.gemm_w8a8 import GEMM_W8A8
-from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
-from enginewright.plugins.rms_norm import RMS_NORM
+from enginewright.plugins.gemm.gemm_bf16 import GEMM_BF16
+from enginewright.plugins.gemm.gemm_w8a8 import GEMM_W8A8
+from enginewright.plugins.gemm.quantize_rows import QUANTIZE_ROWS
+from enginewright.plugins.norm.add_rms_norm import ADD_RMS_NORM
+from enginewright.plugins.norm.rms_norm import RMS_NORM
 from tests.helpers.onnx_run import Array, run
 
 FLOAT, BFLOAT16, INT8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT8

@@ -20,7 +20,7 @@ from enginewright.passes.pipeline import pipeline, run_pipeline
 from enginewright.passes.quant import METHODS, Bf16, Int8Wo, QuantConfig, quant_config
 from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.weights import open_rows, read
-from enginewright.plugins.softcap import SOFTCAP
+from enginewright.plugins.elementwise.softcap import SOFTCAP
 from tests.golden.rewrites import TABLE, rewrites
 from tests.helpers.graphs import QUANTS, checkpoint_of, dense_graph
 from tests.helpers.tiny import MemoryCheckpoint

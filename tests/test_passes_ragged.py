@@ -14,7 +14,7 @@ from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.pipeline import run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig
-from enginewright.plugins.kv_write import STORED, pool_dtype
+from enginewright.plugins.attention.kv_write import STORED, pool_dtype
 from enginewright.plugins.target import CPU_TARGET
 from tests import tolerances
 from tests.helpers.graphs import (

@@ -8,7 +8,7 @@ import pytest
 
 from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import check_graph
-from enginewright.plugins.softcap import SOFTCAP
+from enginewright.plugins.elementwise.softcap import SOFTCAP
 from tests import tolerances
 from tests.helpers.graphs import DenseRun, graph_before, random_tokens, relative_error
 from tests.helpers.onnx_run import Array

@@ -11,11 +11,11 @@ import pytest
 
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError
 from enginewright.plan import COMMON_DIMS, CacheOperand, Linear, PagedCache, Plan, RecurrentState, linear, step_sizes
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.dims import StepCounter
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
+from enginewright.runtime.step.dims import StepCounter
 from tests.helpers.engines import built, copied
 from tests.helpers.tiny import tiny_checkpoint
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from enginewright.plugins import PLUGINS
-from enginewright.plugins.gather_columns import LACKING
+from enginewright.plugins.elementwise.gather_columns import LACKING
 from enginewright.plugins.plugin import CODES
 from tests import tolerances
 from tests.helpers.onnx_run import Array, run

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.prompt_cost import ATTENTION_FACTOR, PromptCost
+from enginewright.runtime.step.prompt_cost import ATTENTION_FACTOR, PromptCost
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint, tiny_config, tiny_model
 

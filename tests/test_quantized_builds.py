@@ -17,11 +17,11 @@ from enginewright.errors import EngineError
 from enginewright.passes.pass_manager import run_passes
 from enginewright.passes.quant import act_order
 from enginewright.passes.quant.act_order import SortColumns
-from enginewright.plugins.softcap import SOFTCAP
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.plugins.elementwise.softcap import SOFTCAP
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.graphs import DenseRun, random_tokens, relative_error
 from tests.helpers.quantized import CASES, GPTQ, Tiny, fp8, gptq, mixed, pack_quantized, tiny_case, tiny_quantized

@@ -46,5 +46,5 @@ def test_an_answer_needs_no_builder_and_starts_without_slow_imports(tmp_path: Pa
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     count, modules = json.loads(process.stdout)
-    assert count == 3 and "enginewright.runtime.chat_template" in modules
+    assert count == 3 and "enginewright.runtime.text.chat_template" in modules
     assert set(modules) & {*BUILDER, *SLOW} == set()

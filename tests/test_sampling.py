@@ -11,7 +11,7 @@ import pytest
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.runtime.sampling import IN_FLIGHT, SampledToken, Sampler, SamplingParams, SamplingRequest
+from enginewright.runtime.sampling.sampling import IN_FLIGHT, SampledToken, Sampler, SamplingParams, SamplingRequest
 from tests.helpers.ladder import Ladder
 from tests.helpers.sampling_reference import (
     FILTERS,

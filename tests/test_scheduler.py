@@ -7,8 +7,8 @@ import pytest
 
 from enginewright.plan import CacheGroup, PagedCache, RecurrentState, step_sizes
 from enginewright.runtime.cache.paged import blocks_of
-from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.step_plan import StepPlan
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_plan import StepPlan
 from tests.helpers.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, recurrent, sequence_of
 
 WIDTH = -(-LONGEST // BLOCK)

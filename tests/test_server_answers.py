@@ -8,9 +8,9 @@ import anthropic
 import openai
 import pytest
 
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.outputs import CompletionOutput
-from enginewright.runtime.params import default_params
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.core.outputs import CompletionOutput
+from enginewright.runtime.core.params import default_params
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LENGTH, LIMITS, Running, running, tiny_engine
 from tests.helpers.token_bytes import byte_level_bytes, offsets_of
 

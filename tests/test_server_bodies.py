@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from enginewright.runtime import sampling
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.sampling import sampling
+from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server import protocol
 from enginewright.runtime.server.protocol import MAX_CONTAINERS, SAMPLING, UNREAD
 from enginewright.runtime.server.wire import SHORT_BODY_BYTES, BodyReader
-from enginewright.runtime.structured_outputs import StructuredOutputsParams
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Answer, Running, running, tiny_engine
 
 # What no key may hold: numbers out of range, halves of surrogate pairs, bytes that are no UTF-8, what is no JSON.

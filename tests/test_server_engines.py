@@ -20,12 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.draft import FirstLayers
 from enginewright.errors import CorruptEngineError, EngineError, NotEnoughMemoryError, UsageError
-from enginewright.runtime.async_llm import AsyncLLM
-from enginewright.runtime.core import EngineCore
+from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling.sampling import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.engines import Engines, files_of
 from enginewright.runtime.server.log import STDERR, log_to

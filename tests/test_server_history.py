@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.chat_template import ChatTemplate
+from enginewright.runtime.text.chat_template import ChatTemplate
 from tests.helpers.serving import CHAT, HELLO, Running, exactly, running, tiny_engine
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

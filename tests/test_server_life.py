@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from enginewright.errors import CorruptEngineError, EngineError
-from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.api.async_llm import AsyncLLM
 from enginewright.runtime.server import wire
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import Shutdown, bind, host, serve
@@ -286,7 +286,7 @@ def test_a_signal_drains(number: int) -> None:
 
 SLOW_STEPS = """
 import time
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 run = CpuExecutor.run
 CpuExecutor.run = lambda self, plan: time.sleep(0.02) or run(self, plan)
 """

@@ -228,7 +228,10 @@ def test_tracebacks() -> None:
     (line,) = (json.loads(line) for line in lines)
     assert list(line) == ["ts", "level", "event", "message", "logger", "traceback"]
     assert (line["level"], line["event"]) == ("error", "log")
-    assert line["message"] == "the engine's thread has ended" and line["logger"] == "enginewright.runtime.engine_thread"
+    assert (
+        line["message"] == "the engine's thread has ended"
+        and line["logger"] == "enginewright.runtime.api.engine_thread"
+    )
     assert line["traceback"].startswith("Traceback (") and "TypeError: 'NoneType'" in line["traceback"]
 
 

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from enginewright import __version__
 from enginewright.errors import UsageError
-from enginewright.runtime.core import EngineCore
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling.sampling import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.metrics import Histogram, token_bounds
 from tests.helpers.serving import COMPLETIONS, LENGTH, LIMITS, Running, running, tiny_engine, wait_until

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginewright.runtime.devices import open_engine, open_executor
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.score import score
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.devices import open_engine, open_executor
+from enginewright.runtime.sampling.sampling import SamplingParams
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
 
 PROMPT = [5, 77, 300, 2, 9, 11, 250, 43, 8, 8, 101]

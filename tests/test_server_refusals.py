@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from enginewright.errors import EngineError
 from enginewright.runtime.server.protocol import SAMPLING, UNREAD
-from enginewright.runtime.tokenizer import Tokenizer
-from enginewright.runtime.worker_process import WorkerProcess
+from enginewright.runtime.text.tokenizer import Tokenizer
+from enginewright.runtime.text.worker_process import WorkerProcess
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine, wait_until
 
 

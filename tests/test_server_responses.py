@@ -12,13 +12,13 @@ import pytest
 from pydantic import BaseModel
 
 from enginewright.errors import UsageError
-from enginewright.runtime.messages.formats import new_parser
-from enginewright.runtime.messages.parser import joined
-from enginewright.runtime.outputs import Delta, merge
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.core.outputs import Delta, merge
+from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.form import Choice, PromptPart
 from enginewright.runtime.server.responses_store import ResponseStore, StoredResponse
+from enginewright.runtime.text.messages.formats import new_parser
+from enginewright.runtime.text.messages.parser import joined
 from tests.helpers.serving import CHAT, HELLO, Answer, Running, exactly, running, tiny_engine
 
 RESPONSES = "/v1/responses"

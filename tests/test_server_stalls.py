@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from enginewright.runtime.engine_thread import EngineThread
+from enginewright.runtime.api.engine_thread import EngineThread
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, head_of, port_of, process, running, wait_until
 
 PROMPT = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
@@ -70,8 +70,8 @@ def hang(self, *arguments, **options):
 @pytest.mark.parametrize(
     ("module", "name", "method", "says"),
     [
-        ("cpu.executor", "CpuExecutor", "run", "a step of the engine has lasted "),
-        ("tokenizer", "Tokenizer", "encode", "a prompt is being tokenized"),
+        ("device.cpu.executor", "CpuExecutor", "run", "a step of the engine has lasted "),
+        ("text.tokenizer", "Tokenizer", "encode", "a prompt is being tokenized"),
     ],
 )
 def test_what_hangs_for_ever_does_not_outlive_a_signal(module: str, name: str, method: str, says: str) -> None:

@@ -13,16 +13,16 @@ from pydantic import BaseModel
 
 from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.errors import UsageError
-from enginewright.runtime.batch import run_batch
-from enginewright.runtime.inspect import describe, summarize
-from enginewright.runtime.messages.grammar import MAX_CALLS, before_answer, text_and_calls
-from enginewright.runtime.messages.hermes import HERMES
-from enginewright.runtime.messages.parser import Reasoning, ReasoningPlace, Text
-from enginewright.runtime.messages.plain import describe_tools
+from enginewright.runtime.commands.batch import run_batch
+from enginewright.runtime.commands.inspect import describe, summarize
 from enginewright.runtime.server.chat import ChatBody
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.protocol import ResponseFormat, convert
 from enginewright.runtime.server.tools import NO_PARAMETERS
+from enginewright.runtime.text.messages.grammar import MAX_CALLS, before_answer, text_and_calls
+from enginewright.runtime.text.messages.hermes import HERMES
+from enginewright.runtime.text.messages.parser import Reasoning, ReasoningPlace, Text
+from enginewright.runtime.text.messages.plain import describe_tools
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, exactly, running, tiny_engine
 
 ADD = {

@@ -295,7 +295,7 @@ def test_nothing_is_run_before_its_signature_is_right(folder: Path, monkeypatch:
     def unexpected(*_: object) -> None:
         raise AssertionError("it was run")
 
-    monkeypatch.setattr("enginewright.runtime.verify.open_engine", unexpected)
+    monkeypatch.setattr("enginewright.runtime.commands.verify.open_engine", unexpected)
     refused(8, "verify", folder / "x.engine", "--key", folder / "mine.pub")
 
 

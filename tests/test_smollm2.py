@@ -22,10 +22,10 @@ from transformers import (
 
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.passes.quant import Fp8
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.engines import built
 from tests.helpers.prompts import PROMPTS

@@ -14,11 +14,12 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.draft import FirstLayers
 from enginewright.cli import main
 from enginewright.errors import UsageError
-from enginewright.runtime import core
+from enginewright.runtime.config import MAX_GUESSES, RuntimeConfig
+from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.core.outputs import to_dicts
+from enginewright.runtime.core.stats import Stats
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import MAX_GUESSES, RuntimeConfig, sequence_bytes
-from enginewright.runtime.outputs import to_dicts
-from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.server.form import Usage
 from enginewright.runtime.server.metrics import Metrics, MetricsPage
 from enginewright.runtime.speculation import methods
@@ -26,8 +27,9 @@ from enginewright.runtime.speculation.acceptance import Acceptance
 from enginewright.runtime.speculation.lookup import BETWEEN, MEMORY_TOKENS, TENANTS, PromptLookup, Text
 from enginewright.runtime.speculation.proposer import Guess, Proposer
 from enginewright.runtime.speculation.speculator import PROBING, Speculator
-from enginewright.runtime.stats import SpeculationStats, Stats
-from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.speculation.stats import SpeculationStats
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_cost import StepCost
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.late_executor import LateExecutor
 from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_guesses, check_same

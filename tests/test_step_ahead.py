@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from enginewright.errors import EngineError
-from enginewright.runtime import core
-from enginewright.runtime.core import EngineCore, Request
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.core.engine_core import EngineCore, Request
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.memory_plan import limits_of, sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig, limits_of, sequence_bytes
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.sampling import SampledToken, SamplingParams
+from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
 from tests.helpers.engines import built
 from tests.helpers.ladder import Ladder
 from tests.helpers.late_executor import LateExecutor

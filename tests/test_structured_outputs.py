@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.cli import main
 from enginewright.errors import UsageError
-from enginewright.runtime.core import EngineCore
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.grammar_protocol import LIMITS as LEXER_LIMITS
-from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.sampling import SampledToken
-from enginewright.runtime.stats import Stats
-from enginewright.runtime.token_mask import WORD_BITS, Mask
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.core.stats import Stats
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.grammar.grammar_protocol import LIMITS as LEXER_LIMITS
+from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.token_mask import WORD_BITS, Mask
 from tests.helpers.late_executor import LateExecutor
 from tests.helpers.schemas import BOUNDED, check_answers
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
@@ -217,7 +217,7 @@ class SlowSteps:
 def test_a_late_mask_delays_its_answer_alone(
     llm: LLM, executor: type[CpuExecutor], highest: int, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("enginewright.runtime.core.open_executor", executor)
+    monkeypatch.setattr("enginewright.runtime.core.engine_core.open_executor", executor)
     free = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     held = SamplingParams(max_tokens=20, seed=2, logprobs=2)
     prompts = [[*range(20 + number, 40)] for number in range(4)]

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 
 from enginewright.cli import main
 from enginewright.passes.quant import Bf16
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.params import default_params
-from enginewright.runtime.prompts import Conversation
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.core.params import default_params
+from enginewright.runtime.core.prompts import Conversation
 from tests.helpers.serving import tiny_engine
 from tests.test_embeddings import engine_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from enginewright.runtime.server.text_offsets import TextOffsets, prompt_offsets
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.tokenizer import Tokenizer
 from tests.helpers.tiny import BEGIN
 from tests.helpers.token_bytes import byte_level_bytes, offsets_of
 from tests.test_tokenizer import TEXTS, TOKENIZERS, byte_level, bytes_of

@@ -2,15 +2,15 @@
 
 import pytest
 
-from enginewright.runtime.messages.formats import new_parser
-from enginewright.runtime.messages.harmony import HARMONY
-from enginewright.runtime.messages.hermes import HERMES
-from enginewright.runtime.messages.llama3_json import LLAMA3_JSON
-from enginewright.runtime.messages.parser import MessageFormat, Piece, ReasoningFormat, Text
-from enginewright.runtime.outputs import Delta, merge
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.core.outputs import Delta, merge
+from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.server.form import Choice, PromptPart
 from enginewright.runtime.server.token_aligner import TokenAligner
+from enginewright.runtime.text.messages.formats import new_parser
+from enginewright.runtime.text.messages.harmony import HARMONY
+from enginewright.runtime.text.messages.hermes import HERMES
+from enginewright.runtime.text.messages.llama3_json import LLAMA3_JSON
+from enginewright.runtime.text.messages.parser import MessageFormat, Piece, ReasoningFormat, Text
 
 THINK = ReasoningFormat("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -23,12 +23,12 @@ from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from enginewright.errors import CorruptEngineError, EngineError, UsageError, WorkerLostError
-from enginewright.runtime import chat_template
-from enginewright.runtime.chat_template import ChatTemplate
-from enginewright.runtime.detokenizer import Detokenizer, StopMatcher, StopStrings
-from enginewright.runtime.prompts import PromptTooLongError, encode_prompt
-from enginewright.runtime.tokenizer import Tokenizer
-from enginewright.runtime.worker_process import WorkerProcess
+from enginewright.runtime.core.prompts import PromptTooLongError, encode_prompt
+from enginewright.runtime.text import chat_template
+from enginewright.runtime.text.chat_template import ChatTemplate
+from enginewright.runtime.text.detokenizer import Detokenizer, StopMatcher, StopStrings
+from enginewright.runtime.text.tokenizer import Tokenizer
+from enginewright.runtime.text.worker_process import WorkerProcess
 from tests.helpers.serving import wait_until
 from tests.helpers.tiny import BEGIN, END, MemoryCheckpoint
 

@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 from enginewright.builder.generation_config import check_generation_config
 from enginewright.cli import main
 from enginewright.errors import CorruptEngineError, EngineError
+from enginewright.runtime.commands.goldens import GOLDENS, Golden, Goldens, replay
+from enginewright.runtime.core.params import default_params
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.generation_config import fault_of
-from enginewright.runtime.goldens import GOLDENS, Golden, Goldens, replay
-from enginewright.runtime.params import default_params
+from enginewright.runtime.text.generation_config import fault_of
 from tests.helpers.engines import built, copied
 from tests.helpers.tiny import VOCAB_SIZE, tiny_checkpoint
 

@@ -7,10 +7,10 @@ import pytest
 
 from enginewright.errors import UsageError
 from enginewright.plan import step_sizes
-from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.step_cost import StepCost
-from enginewright.runtime.step_goal import AIM, LEAST_COST, StepGoal
-from enginewright.runtime.work_class import AGE_S, BATCH, BEST_EFFORT, WorkClass
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_cost import StepCost
+from enginewright.runtime.step.step_goal import AIM, LEAST_COST, StepGoal
+from enginewright.runtime.step.work_class import AGE_S, BATCH, BEST_EFFORT, WorkClass
 from tests.helpers.scheduler_watch import BLOCK, LONGEST, VOCAB, Watch, group, recurrent, sequence_of
 
 WIDTH = -(-LONGEST // BLOCK)

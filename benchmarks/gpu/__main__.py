@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
         print(f"this Python lacks {', '.join(lacking)}", file=sys.stderr)
         print("Bring them along: pip install --target FOLDER, then --site FOLDER.", file=sys.stderr)
         return 2
-    if importlib.import_module("enginewright.runtime.cuda.device").num_gpus() == 0:
+    if importlib.import_module("enginewright.runtime.device.cuda.device").num_gpus() == 0:
         print("there is no GPU here, or no driver for it", file=sys.stderr)
         return NO_GPU
     return measure(given, begin)

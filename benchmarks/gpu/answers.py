@@ -9,11 +9,11 @@ import numpy as np
 from benchmarks.gpu.report import Report
 from enginewright import SamplingParams
 from enginewright.errors import EngineError
-from enginewright.runtime.core import EngineCore
-from enginewright.runtime.devices import open_engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.device.devices import open_engine
+from enginewright.runtime.sampling.sampling import SampledToken
 from tests.helpers.ladder import Ladder
 from tests.helpers.tiny import VOCAB_SIZE
 

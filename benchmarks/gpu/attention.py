@@ -13,10 +13,10 @@ from benchmarks.gpu.calls import OpCall, Tensors, buffer, call_of, empty, random
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.roofline import Roofline, reported
 from enginewright.plan import COMMON_DIMS, Linear, StepSizes, linear, step_sizes
-from enginewright.plugins import attention_cuda
+from enginewright.plugins.attention import attention_cuda
+from enginewright.plugins.attention.kv_write import BLOCK_SIZE, kv_row_bytes
 from enginewright.plugins.kernel import Call, Matrix
-from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes
-from enginewright.runtime.dims import SPLIT_TOKENS
+from enginewright.runtime.step.dims import SPLIT_TOKENS
 
 Dense = tuple[torch.Tensor, torch.Tensor]  # keys and values
 Attend = Callable[[int], object]  # with a set of them

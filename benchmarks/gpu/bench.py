@@ -10,7 +10,7 @@ import torch
 
 from enginewright.builder.cuda import Compiled, Instance, compile_each
 from enginewright.code import CompiledKernel
-from enginewright.runtime.cuda.device import CudaDevice, Device
+from enginewright.runtime.device.cuda.device import CudaDevice, Device
 from enginewright.targets import SMS, choose_code
 
 ROUNDS = 7

@@ -10,7 +10,7 @@ from enginewright.builder.lower.pack import TORCH_DTYPES
 from enginewright.plan import COLUMN_ALIGN, COMMON_DIMS, Buffer, Launch, Linear, StepSizes, linear
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
-from enginewright.runtime.cuda.device import Device
+from enginewright.runtime.device.cuda.device import Device
 
 Tensors = Mapping[str, torch.Tensor]
 TOKENS = linear(tokens=1)

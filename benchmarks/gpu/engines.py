@@ -19,13 +19,14 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.errors import EngineError
 from enginewright.passes.quant import METHODS
 from enginewright.plugins.target import CudaTarget, Target
-from enginewright.runtime.cpu.executor import CpuExecutor
-from enginewright.runtime.cuda.device import CudaDevice
-from enginewright.runtime.devices import open_engine, open_executor
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.commands.verify import verify
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.cuda.device import CudaDevice
+from enginewright.runtime.device.devices import open_engine, open_executor
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
-from enginewright.runtime.score import score
-from enginewright.runtime.verify import verify
 from enginewright.targets import SMS, choose_code
 from tests import tolerances
 from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error

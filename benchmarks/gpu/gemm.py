@@ -15,10 +15,10 @@ from enginewright.builder.cuda import Instance
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.errors import EngineError
 from enginewright.plan import Linear, StepSizes, step_sizes
-from enginewright.plugins import gemm_cuda, gemm_format, gemm_tiles
 from enginewright.plugins.architectures import ARCHITECTURES
+from enginewright.plugins.gemm import gemm_cuda, gemm_format, gemm_tiles
+from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.kernel import Call, Matrix
-from enginewright.plugins.quantize_rows import groups_of
 
 TOKENS = (1, 8, 16, 64, 512, 4096)
 SAME = 2e-2  # error of bf16 results beside torch's, over the largest: both are rounded to bf16

@@ -69,7 +69,7 @@ def compile_extension() -> str:
 
 def facts() -> dict[str, Any]:
     """For the page. There is a GPU."""
-    device = import_module("enginewright.runtime.cuda.device").CudaDevice()
+    device = import_module("enginewright.runtime.device.cuda.device").CudaDevice()
     versions = ", ".join(f"{package} {number}" for package in NAMED if (number := _version(package)))
     gpu = f"{device.name}, {device.multiprocessors} multiprocessors"
     return {"GPU": gpu, "driver": _driver(), "CPU cores": os.cpu_count() or 0, "with": versions}

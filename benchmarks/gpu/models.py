@@ -21,7 +21,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.roofline import Roofline, reported
 from enginewright import LLM, RequestOutput, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
-from enginewright.runtime.cuda import device as cuda_device
+from enginewright.runtime.device.cuda import device as cuda_device
 from tests.helpers.tiny import MemoryCheckpoint
 
 # Each by what --quant says; and those that are built with --batch-invariant, too, for its price.

@@ -1,4 +1,4 @@
-"""Tiles of matrix products: those that engines have (plugins/gemm_tiles.py), beside each choice made in another way.
+"""Tiles of matrix products: those that engines have (plugins/gemm/gemm_tiles.py), and each choice made in another way.
 
 Runs where it is asked for by name. What it finds goes into TILES by hand.
 """
@@ -15,7 +15,7 @@ from benchmarks.gpu.calls import OpCall
 from benchmarks.gpu.report import Report
 from enginewright.builder.cuda import Instance
 from enginewright.errors import EngineError
-from enginewright.plugins.gemm_tiles import Tiles
+from enginewright.plugins.gemm.gemm_tiles import Tiles
 
 CHOICES: dict[str, tuple[float, ...]] = {
     "feature_warps": (1, 2, 4),

@@ -12,13 +12,14 @@ import numpy as np
 from exchange import Prompts, Tokens, private_stdout, serve
 
 from enginewright import __version__
-from enginewright.runtime.core import EngineCore, Request
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core.engine_core import EngineCore, Request
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.memory_plan import RuntimeConfig, runtime_config
-from enginewright.runtime.sampling import SamplingParams
-from enginewright.runtime.score import score
+from enginewright.runtime.sampling.sampling import SamplingParams
 
 
 class Ours:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from enginewright.runtime.prompts import Prompt
+from enginewright.runtime.core.prompts import Prompt
 
 CODE = [
     '''import heapq

@@ -21,7 +21,7 @@ from enginewright.builder.calibration.synthetic import generate_samples
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.progress import Progress
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 SAMPLES = 32
 SAMPLE_TOKENS = 128

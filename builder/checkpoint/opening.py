@@ -6,7 +6,7 @@ from pathlib import Path
 from enginewright.builder.checkpoint.base import Checkpoint
 from enginewright.builder.checkpoint.files import cached_repository
 from enginewright.builder.checkpoint.folder import PICKLE_SUFFIXES, FolderCheckpoint, refuse_pickle
-from enginewright.builder.checkpoint.gguf_file import GgufCheckpoint
+from enginewright.builder.checkpoint.gguf.file import GgufCheckpoint
 from enginewright.builder.checkpoint.hub import CheckConfig, download, parse_hub_id
 from enginewright.errors import UsageError
 

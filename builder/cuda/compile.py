@@ -18,7 +18,7 @@ from enginewright.builder.cuda.kernel import Compiled, Failed, Instance, Job
 from enginewright.builder.cuda.workers import compile_all
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime import env
-from enginewright.runtime.machine import num_cores
+from enginewright.runtime.device.machine import num_cores
 from enginewright.targets import CUDA, parse_targets
 from enginewright.triton_instance import TritonInstance
 

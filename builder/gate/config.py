@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from enginewright.builder.gate.kv import KV_LIMITS
 from enginewright.errors import UsageError
-from enginewright.runtime.quality import Check
+from enginewright.runtime.commands.quality import Check
 
 
 @dataclass(frozen=True)

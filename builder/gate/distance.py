@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright.errors import QualityGateError
-from enginewright.runtime.quality import Distance, PositionRange, rounded
+from enginewright.runtime.commands.quality import Distance, PositionRange, rounded
 
 BLOCK_ELEMENTS = 1 << 22  # of the source's logits that a thread computes at once
 PIECE_ELEMENTS = 1 << 18  # of these, compared at once: a cache holds them

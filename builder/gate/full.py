@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from enginewright.builder.gate.texts import held_out
 from enginewright.passes.streaming import stream
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.commands.quality import Full, Needle, Writing, rounded
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.quality import Full, Needle, Writing, rounded
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling.sampling import SamplingParams
 
 NEEDLE_LENGTHS = (256, 1024, 4096)  # tokens
 NEEDLE_DEPTHS = (0.1, 0.5, 0.9)

@@ -26,12 +26,20 @@ from enginewright.passes.streaming import Streamed, Visit, stream
 from enginewright.passes.weights import shape_of
 from enginewright.plugins.target import CPU_TARGET, Target
 from enginewright.runtime import env
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.quality import (
+    SIMULATED,
+    Check,
+    LayerError,
+    Measured,
+    QualityReport,
+    TextDistance,
+    rounded,
+)
+from enginewright.runtime.commands.score import forced
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.machine import num_cores
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.quality import SIMULATED, Check, LayerError, Measured, QualityReport, TextDistance, rounded
-from enginewright.runtime.score import forced
 
 TOKENS = 4096  # of held-out text
 BATCHES = LOOKS + 1  # that the texts are compared in

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from enginewright.builder.gate.distance import Positions
-from enginewright.runtime.quality import rounded
+from enginewright.runtime.commands.quality import rounded
 
 Interval = tuple[float, float]
 

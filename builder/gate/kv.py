@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from enginewright.dtypes import DTYPES, DType
-from enginewright.plugins.kv_write import STORED_NAMES, hadamard_block, padded_head_dim
-from enginewright.plugins.quantize_rows import LARGEST_CODE, TINY
+from enginewright.plugins.attention.kv_write import STORED_NAMES, hadamard_block, padded_head_dim
+from enginewright.plugins.gemm.quantize_rows import LARGEST_CODE, TINY
 
 # By Plane.dtype, as LIMITS of config.py: rows beside those of the layers, for what loses more than layers of BF16 may.
 KV_LIMITS: Mapping[str, Mapping[str, float]] = {
@@ -63,7 +63,7 @@ def _in_groups(by_head: torch.Tensor, dtype: DType) -> torch.Tensor:
 
 
 def as_stored(x: torch.Tensor, heads: int, dtype: ir.DataType) -> torch.Tensor:
-    """[..., heads·D], rounded as the rows of a KV pool are: plugins/kv_write.py."""
+    """[..., heads·D], rounded as the rows of a KV pool are: plugins/attention/kv_write.py."""
     if dtype == ir.DataType.BFLOAT16:
         return x.bfloat16().float()
     if DTYPES[STORED_NAMES[dtype]].kv_group:

@@ -17,8 +17,8 @@ from enginewright.passes.quant.quantize import table_methods
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import RowReader, open_rows, shape_of
 from enginewright.plugins.target import CPU_TARGET, Target
+from enginewright.runtime.commands.quality import LayerError, rounded
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.quality import LayerError, rounded
 
 PIECE_ELEMENTS = 1 << 20  # of a weight, compared at once by a thread
 # Errors are divided by this share of the median at least: a token that a layer has next to nothing for says little.

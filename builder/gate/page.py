@@ -6,7 +6,14 @@ from html import escape
 
 from enginewright.builder.gate.plots import bars, lines
 from enginewright.manifest import About
-from enginewright.runtime.quality import Distance, Full, LayerError, Measured, QualityReport, positions_compared
+from enginewright.runtime.commands.quality import (
+    Distance,
+    Full,
+    LayerError,
+    Measured,
+    QualityReport,
+    positions_compared,
+)
 
 MIB = 1 << 20
 _OF_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")

@@ -7,7 +7,7 @@ from enginewright.errors import QualityGateError
 from enginewright.passes.quant import METHODS, QuantConfig
 from enginewright.plugins.plugin import CODES
 from enginewright.plugins.target import Target
-from enginewright.runtime.quality import Check, LayerError, Measured
+from enginewright.runtime.commands.quality import Check, LayerError, Measured
 
 LAYERS_SHOWN = 8
 SMALLEST_GROUP = 32

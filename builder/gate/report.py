@@ -9,7 +9,7 @@ from enginewright.builder.gate.page import page
 from enginewright.errors import UsageError
 from enginewright.manifest import About
 from enginewright.output_file import write_file
-from enginewright.runtime.quality import QualityReport
+from enginewright.runtime.commands.quality import QualityReport
 
 
 def check_report_path(path: Path, gate: GateConfig | None) -> list[Path]:

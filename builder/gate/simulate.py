@@ -19,7 +19,7 @@ from enginewright.passes.quant.quantize import table_methods
 from enginewright.passes.streaming import Instead, Other, Streamed, stream
 from enginewright.passes.torch_ops import Compute, compute_of
 from enginewright.passes.weights import RowReader, RowsTensor, shape_of
-from enginewright.plugins.kv_write import STORED
+from enginewright.plugins.attention.kv_write import STORED
 from enginewright.plugins.plugin import int_of
 from enginewright.plugins.target import Target
 

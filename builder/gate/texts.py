@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from enginewright.errors import UnsupportedModelError
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 _MARK = "===== "  # and the name of the text that follows

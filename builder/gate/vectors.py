@@ -12,12 +12,12 @@ from enginewright.builder.gate.texts import held_out
 from enginewright.builder.progress import Progress
 from enginewright.passes.streaming import stream
 from enginewright.runtime import env
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.quality import Check, Distance, Measured, QualityReport, rounded
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.machine import num_cores
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.quality import Check, Distance, Measured, QualityReport, rounded
-from enginewright.runtime.score import score
 
 # What a sound build of a small model may lose; behind it is what all-MiniLM-L6-v2 loses on the held-out text.
 COSINES: Mapping[str, float] = {

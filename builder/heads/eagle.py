@@ -29,7 +29,7 @@ from enginewright.builder.tensors import Tensors
 from enginewright.builder.weights import Weights
 from enginewright.errors import EngineError
 from enginewright.passes.show_hidden import ShowHidden
-from enginewright.plugins.gather_columns import GATHER_COLUMNS
+from enginewright.plugins.elementwise.gather_columns import GATHER_COLUMNS
 
 # Of these layers; the first are those of EAGLE, SpecForge and vLLM, and the last ones of vLLM's speculators.
 CLASSES = (

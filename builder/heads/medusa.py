@@ -24,10 +24,10 @@ from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.tensors import Tensors
 from enginewright.builder.weights import Weights
 from enginewright.passes.show_hidden import ShowHidden
-from enginewright.plugins.combine_experts import COMBINE_EXPERTS
-from enginewright.plugins.grouped_linear import GROUPED_LINEAR
-from enginewright.plugins.route import ROUTE
-from enginewright.plugins.sort_rows import SORT_ROWS
+from enginewright.plugins.experts.combine_experts import COMBINE_EXPERTS
+from enginewright.plugins.experts.grouped_linear import GROUPED_LINEAR
+from enginewright.plugins.experts.route import ROUTE
+from enginewright.plugins.experts.sort_rows import SORT_ROWS
 
 MOST_LAYERS = 64
 PREFIXES = ("medusa_head.", "medusa_heads.")  # that all names of tensors may have
@@ -107,8 +107,8 @@ def _names(weights: Weights, layers: int) -> _Names:
 
 
 def _route(graph: GraphWriter, head: ir.Value, heads: int) -> Sequence[ir.Value]:
-    """Each row to the head whose column has a 1, with a share of 1: places, share and starts, as plugins/route.py has
-    them.
+    """Each row to the head whose column has a 1, with a share of 1. Returns places, share and starts as
+    plugins/experts/route.py does.
     """
     weight = graph.constant("heads", np.eye(heads, dtype=np.float32))
     groups = {"groups": 1, "chosen_groups": 1, "group_best": 1}

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from enginewright.plan import Buffer, BufferOperand, CacheGroup, KernelCall, Linear, StepSizes
-from enginewright.runtime.dims import StepCounter
+from enginewright.runtime.step.dims import StepCounter
 
 
 @dataclass

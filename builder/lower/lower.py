@@ -43,12 +43,12 @@ from enginewright.plan import (
     linear,
 )
 from enginewright.plugins import binding_of, plugin_of
-from enginewright.plugins.gemm import starts_of
+from enginewright.plugins.attention.kv_write import BLOCK_SIZE, STORED_NAMES, kv_row_bytes, padded_head_dim
+from enginewright.plugins.elementwise.mean_rows import KERNEL as MEAN
+from enginewright.plugins.experts.route import ROUTE, experts_of
+from enginewright.plugins.gemm.gemm import starts_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
-from enginewright.plugins.kv_write import BLOCK_SIZE, STORED_NAMES, kv_row_bytes, padded_head_dim
-from enginewright.plugins.mean_rows import KERNEL as MEAN
 from enginewright.plugins.plugin import dtype_attribute, dtype_of
-from enginewright.plugins.route import ROUTE, experts_of
 from enginewright.plugins.target import Target
 from enginewright.triton_instance import TritonInstance
 

@@ -11,7 +11,7 @@ from enginewright.builder.models.blocks import Attention, Embedding, GraphWriter
 from enginewright.builder.models.blocks.layers import read_layer_count
 from enginewright.builder.models.blocks.pooling import read_classifier, refuse_without, write_pooling
 from enginewright.builder.weights import Weights
-from enginewright.plugins.masked_attention import EVERYTHING
+from enginewright.plugins.attention.masked_attention import EVERYTHING
 
 _TRAINING = Harmless("It is about training, which is over.")
 _POOLER = Harmless("It repeats what the pooler's weights are like.")

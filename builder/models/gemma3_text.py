@@ -12,7 +12,7 @@ from enginewright.builder.models.blocks.layers import read_layer_count, read_win
 from enginewright.builder.models.blocks.pooling import refuse_without
 from enginewright.builder.models.blocks.rope import read_local_and_global
 from enginewright.builder.weights import Weights
-from enginewright.plugins.masked_attention import EVERYTHING
+from enginewright.plugins.attention.masked_attention import EVERYTHING
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:

@@ -87,7 +87,7 @@ class LayerVectors:
     width: int  # of a vector
     norm: RmsNorm  # of each layer's projection
     norm_after: RmsNorm  # of what a layer adds
-    activation: str  # of the gate, of plugins/activation.py
+    activation: str  # of the gate, of plugins/elementwise/activation.py
 
     @staticmethod
     def read(config: ConfigReader, embedding: Embedding, norm: RmsNorm, layers: int) -> "LayerVectors | None":

@@ -21,7 +21,7 @@ from enginewright.builder.models.blocks import (
 from enginewright.builder.models.blocks.layers import read_layer_count, read_windows
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
-from enginewright.plugins.gemm import CLAMPED_LIMIT, CLAMPED_SLOPE
+from enginewright.plugins.gemm.gemm import CLAMPED_LIMIT, CLAMPED_SLOPE
 
 HARMLESS = {
     "output_router_logits": Harmless("It says what transformers returns beside the logits."),

@@ -12,7 +12,7 @@ from enginewright.builder.models.blocks.layers import read_layer_count, read_win
 from enginewright.builder.models.blocks.pooling import refuse_without, write_pooling
 from enginewright.builder.models.blocks.rope import read_local_and_global
 from enginewright.builder.weights import Weights
-from enginewright.plugins.masked_attention import EVERYTHING
+from enginewright.plugins.attention.masked_attention import EVERYTHING
 
 _TRAINING = Harmless("It is about training, which is over.")
 _HEAD = Harmless("It is about another head than the pooling; weights of a classifier would be refused.")

@@ -1,4 +1,4 @@
-// What stands around the products of experts (plugins/route.py, sort_rows.py and combine_experts.py say the
+// What stands around the products of experts (plugins/experts/route.py, sort_rows.py and combine_experts.py say the
 // mathematics; gemm_kernel.h has the products).
 //
 //   route@1            x: f32 [tokens, K]; weight: bf16 r16_columns [E, K]; bias?, correction?: f32 [E];

@@ -10,7 +10,7 @@
 // line may be different threads' work: they write different bytes.
 //
 // Numbers of 4 bits (u4) are bf16(scale * code + zero), with a bf16 scale and zero for each 32 dims of a
-// token and head (plugins/kv_write.py has the rule). Two codes of a token share a byte, the first one in its
+// token and head (plugins/attention/kv_write.py has the rule). Two codes of a token share a byte, the first one in its
 // lower half, and two tokens never do:
 //
 //   key    u4      [block_size / 16][dim_pad / 4][16 tokens][2]   byte i: dims i and i + 2 of the four

@@ -59,7 +59,7 @@ DEVICE float activated(float x) {
   return x > 0.0f ? x * x : x * 0.0f;  // relu2; NaN stays NaN
 }
 
-// Activations (plugins/activation.py): act(x), or x · act(gate), where each column of the gate is for `each`
+// Activations (plugins/elementwise/activation.py): act(x), or x · act(gate), where each column of the gate is for `each`
 // columns of x (0: there is no gate).
 struct Activation {
   Function applied;
@@ -87,7 +87,7 @@ activation(const Sizes* sizes, const float* x, const float* gate, stored_t<S.typ
   write_row<OUT, ELEMENTWISE_THREADS>(row, value, out, scale, shared_memory<float>());
 }
 
-// Rows times 1 + beta log(1 + floor(position / original)) (plugins/position_scale.py).
+// Rows times 1 + beta log(1 + floor(position / original)) (plugins/elementwise/position_scale.py).
 struct PositionScale {
   int rows;  // of the matrix, in a step: the position of their dim
   int columns, x_stride, out_stride;

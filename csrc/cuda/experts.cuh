@@ -1,4 +1,4 @@
-// What stands around the products of experts (plugins/route.py, sort_rows.py, combine_experts.py say the
+// What stands around the products of experts (plugins/experts/route.py, sort_rows.py, combine_experts.py say the
 // mathematics; gemm_experts.cuh has the products).
 //
 //   route            scores of a few tokens' experts, and which of them are chosen

@@ -1,4 +1,4 @@
-// What GEMMs share (plugins/gemm.py): out = epilogue(x weightᵀ · scales + bias).
+// What GEMMs share (plugins/gemm/gemm.py): out = epilogue(x weightᵀ · scales + bias).
 //
 // Weights lie in GPU memory as in the engine file, R16 (csrc/cpu/kernel.h): blocks of 16 rows, and in a block
 // lines of 64 bytes, 4 bytes of K for each row. They are the A of m16n8 products, tokens are the columns of

@@ -5,7 +5,7 @@
 // block_size + position in the block. Elements behind head_dim are zeros.
 //
 // Numbers of 4 bits (u4) are bf16(scale * code + zero), with a bf16 scale and zero for each 32 columns
-// (plugins/kv_write.py has the rule). Of 8 codes, a word has those of even columns in its lower half, and
+// (plugins/attention/kv_write.py has the rule). Of 8 codes, a word has those of even columns in its lower half, and
 // those of odd ones in the upper half. Behind the tile's codes there is [block_size] [head_dim_pad / 32]
 // [scale, zero]. Their keys, and queries for them, are rotated by Hadamard matrices (arXiv:2404.00456).
 #pragma once

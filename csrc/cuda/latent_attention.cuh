@@ -1,5 +1,5 @@
 // Attention of all heads to one latent vector a position, whose first columns are the values
-// (plugins/latent_paged_attention.py; arXiv:2405.04434). Prompts and decoding are one kernel.
+// (plugins/attention/latent_paged_attention.py; arXiv:2405.04434). Prompts and decoding are one kernel.
 //
 // Queries are rows: row r of a sequence is head r % heads of token r / heads, so that all rows share what is
 // read of a position. A block has 32 rows. Positions come in tiles of 32, a block of the plane (kv.cuh), and

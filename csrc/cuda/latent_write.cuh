@@ -1,4 +1,4 @@
-// What latent attention reads of new tokens (plugins/latent_write.py; arXiv:2405.04434): each head's query in
+// What latent attention reads of new tokens (plugins/attention/latent_write.py; arXiv:2405.04434): each head's query in
 // the latent space, and then its part that has a position, rotated; and to the token's slot of the plane
 // (kv.cuh, of one head), the latent vector and then the key that all heads share, rotated. (x[i], x[i +
 // half]) turns by angle i.

@@ -1,4 +1,4 @@
-// Causal attention of packed tokens to paged KV (plugins/paged_attention.py;
+// Causal attention of packed tokens to paged KV (plugins/attention/paged_attention.py;
 // https://arxiv.org/abs/2309.06180): what paged_prefill.cuh and paged_decode.cuh have in common, which is all
 // of the arithmetic.
 //

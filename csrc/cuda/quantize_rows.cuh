@@ -1,4 +1,4 @@
-// Rows as codes with a scale for each run of columns (plugins/quantize_rows.py).
+// Rows as codes with a scale for each run of columns (plugins/gemm/quantize_rows.py).
 #pragma once
 
 #include "rows.cuh"

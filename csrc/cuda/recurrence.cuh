@@ -1,5 +1,5 @@
 // Recurrences over the tokens of a sequence, whose states are in slots: the depthwise causal convolution
-// (plugins/causal_conv.py), the gated delta rule and Mamba-2 (plugins/gated_delta.py, selective_state.py).
+// (plugins/recurrence/causal_conv.py), the gated delta rule and Mamba-2 (plugins/recurrence/gated_delta.py, selective_state.py).
 // Any number of tokens, one after the other: what a step computes of a sequence does not depend on how its
 // prompt was cut, nor on others.
 #pragma once
@@ -183,7 +183,7 @@ linear_recurrence(const Sizes* sizes, const float* query, const float* key, cons
     if (int row = i * LANES + part; there && row < S.rows) own[int64_t{row} * S.columns] = held[i];
 }
 
-// Norms of runs of columns with a gate (plugins/gated_rms_norm.py). wide: there is a weight for each column.
+// Norms of runs of columns with a gate (plugins/norm/gated_rms_norm.py). wide: there is a weight for each column.
 struct GatedRmsNorm {
   int rows;  // of the matrix, in a step: the position of their dim
   int columns, run, x_stride, z_stride, y_stride, padded, group, scale_stride;

@@ -1,6 +1,6 @@
-// Rotary embedding of queries and keys (plugins/rope_kv_write.py), and the write of keys and values to their
+// Rotary embedding of queries and keys (plugins/attention/rope_kv_write.py), and the write of keys and values to their
 // slots in the KV pools (kv.cuh): (x[i], x[i + half]) turns by angle i for i < half; columns from 2 half on
-// pass unchanged. The same for queries alone (plugins/rope_queries.py); and rope alone.
+// pass unchanged. The same for queries alone (plugins/attention/rope_queries.py); and rope alone.
 #pragma once
 
 #include "kv.cuh"
@@ -52,7 +52,7 @@ struct RopeHead : KvHead<S.kv> {
   }
 };
 
-// Rope alone, of f32 (plugins/rope.py).
+// Rope alone, of f32 (plugins/attention/rope.py).
 struct Rope {
   int rows;  // of the matrix, in a step: the position of their dim
   int columns, head_dim, half, x_stride, table_stride, out_stride;

@@ -1,5 +1,5 @@
 // Cosine and sine of every position times every inverse frequency, both times `scale`
-// (plugins/rope_table.py).
+// (plugins/attention/rope_table.py).
 #pragma once
 
 #include "rows.cuh"

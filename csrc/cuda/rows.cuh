@@ -42,7 +42,7 @@ DEVICE float block_sum(float x, float* shared) {
   return sum;
 }
 
-// The codes (int8_t or e4m3) and the scale of a run of numbers (plugins/quantize_rows.py): of the largest
+// The codes (int8_t or e4m3) and the scale of a run of numbers (plugins/gemm/quantize_rows.py): of the largest
 // |x|, and the sum of 0 · x.
 template <class Code>
 struct Codes {  // numbers below TINY count as zero

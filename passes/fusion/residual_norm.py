@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from enginewright.passes.graph import made_by, nodes_of, norms_rows, replace
 from enginewright.passes.pass_manager import PassResult
-from enginewright.plugins.add_rms_norm import ADD_RMS_NORM
+from enginewright.plugins.norm.add_rms_norm import ADD_RMS_NORM
 
 
 @dataclass(frozen=True)

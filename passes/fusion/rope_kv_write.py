@@ -8,9 +8,9 @@ import onnx_ir as ir
 from enginewright.passes.graph import made_by, nodes_of, only_used_by, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN
+from enginewright.plugins.attention.rope_kv_write import ROPE_KV_WRITE
+from enginewright.plugins.attention.rope_queries import ROPE_QUERIES
 from enginewright.plugins.plugin import int_of
-from enginewright.plugins.rope_kv_write import ROPE_KV_WRITE
-from enginewright.plugins.rope_queries import ROPE_QUERIES
 
 
 @dataclass(frozen=True)

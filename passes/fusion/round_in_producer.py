@@ -9,8 +9,8 @@ import onnx_ir as ir
 from enginewright.passes.graph import nodes_of, norms_rows, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN, plugin_of
+from enginewright.plugins.norm.rms_norm import RMS_NORM
 from enginewright.plugins.plugin import CODES
-from enginewright.plugins.rms_norm import RMS_NORM
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from enginewright.passes.graph import LinearLayer, linear_of, made_by, nodes_of,
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import StoredTensor
 from enginewright.passes.weights import RowReader, RowsTensor, open_rows, shape_of
-from enginewright.plugins.gather_columns import GATHER_COLUMNS
+from enginewright.plugins.elementwise.gather_columns import GATHER_COLUMNS
 
 RESTORED = "integers in act-order, and not in that of the other layers that read the same, are restored to bfloat16"
 

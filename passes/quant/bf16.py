@@ -9,8 +9,8 @@ import torch
 
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.weights import Output
-from enginewright.plugins.embed_bf16 import EMBED_BF16
-from enginewright.plugins.gemm_bf16 import GEMM_BF16
+from enginewright.plugins.embed.embed_bf16 import EMBED_BF16
+from enginewright.plugins.gemm.gemm_bf16 import GEMM_BF16
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from enginewright.errors import UsageError
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import OfLayers, QuantConfig, check_finite, in_runs
 from enginewright.passes.weights import Output, converted, open_rows, shape_of
-from enginewright.plugins.gemm_fp8a8 import GEMM_FP8A8
-from enginewright.plugins.gemm_fp8a16 import GEMM_FP8A16
-from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.gemm.gemm_fp8a8 import GEMM_FP8A8
+from enginewright.plugins.gemm.gemm_fp8a16 import GEMM_FP8A16
+from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.target import Activations, Target
 
 LARGEST = 448  # of E4M3FN, which has no infinity

@@ -7,7 +7,7 @@ are [group, N · G]: computing across runs is quicker than along them.
 import torch
 
 from enginewright.passes.quant.method import check_finite
-from enginewright.plugins.gemm_w4a8 import MIDDLE
+from enginewright.plugins.gemm.gemm_w4a8 import MIDDLE
 
 LARGEST = 15  # codes are in [0, 15]
 SHRINKS = tuple(1.05 - step / 20 for step in range(11))  # of the scale that reaches all of a run

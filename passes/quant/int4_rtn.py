@@ -15,9 +15,9 @@ from enginewright.passes.quant.int4_codes import codes_of, nearest
 from enginewright.passes.quant.method import OfLayers, QuantConfig
 from enginewright.passes.quant.w8a8 import W8Table
 from enginewright.passes.weights import Output
-from enginewright.plugins.gemm_w4a8 import GEMM_W4A8, MIDDLE
-from enginewright.plugins.gemm_w4a16 import GEMM_W4A16
-from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.gemm.gemm_w4a8 import GEMM_W4A8, MIDDLE
+from enginewright.plugins.gemm.gemm_w4a16 import GEMM_W4A16
+from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.target import Activations, Target
 
 

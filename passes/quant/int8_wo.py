@@ -12,8 +12,8 @@ import torch
 
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.weights import Output
-from enginewright.plugins.embed_w8 import EMBED_W8
-from enginewright.plugins.gemm_w8a16 import GEMM_W8A16
+from enginewright.plugins.embed.embed_w8 import EMBED_W8
+from enginewright.plugins.gemm.gemm_w8a16 import GEMM_W8A16
 
 LARGEST = 127  # codes are in [-127, 127]: sign and absolute value fit, which AVX2 needs
 

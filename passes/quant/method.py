@@ -15,8 +15,8 @@ import torch
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, picked, shape_of, stacked
+from enginewright.plugins.gemm.quantize_rows import LARGEST_CODE
 from enginewright.plugins.plugin import CODES
-from enginewright.plugins.quantize_rows import LARGEST_CODE
 from enginewright.plugins.target import CPU_TARGET, Activations, Target
 
 LONGEST_GROUP = 512  # columns of one of several runs

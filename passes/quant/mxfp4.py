@@ -15,9 +15,9 @@ import torch
 from enginewright.passes.quant.method import OfLayers, QuantConfig, check_finite, in_runs
 from enginewright.passes.quant.w8a8 import W8Table
 from enginewright.passes.weights import Output
-from enginewright.plugins.gemm_mxfp4a8 import DOUBLED, GEMM_MXFP4A8
-from enginewright.plugins.gemm_mxfp4a16 import GEMM_MXFP4A16
-from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.gemm.gemm_mxfp4a8 import DOUBLED, GEMM_MXFP4A8
+from enginewright.plugins.gemm.gemm_mxfp4a16 import GEMM_MXFP4A16
+from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.target import Activations, Target
 
 RUN = 32  # columns that share a scale

@@ -13,11 +13,11 @@ from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.method import QuantConfig, stored
 from enginewright.passes.weights import RowsTensor, read
 from enginewright.plugins import DOMAIN, plugin_of
-from enginewright.plugins.grouped_linear import GROUPED_LINEAR, STARTS
-from enginewright.plugins.head_gemm import HEAD_GEMM
+from enginewright.plugins.experts.grouped_linear import GROUPED_LINEAR, STARTS
+from enginewright.plugins.experts.route import ROUTE
+from enginewright.plugins.gemm.head_gemm import HEAD_GEMM
+from enginewright.plugins.gemm.quantize_rows import QUANTIZE_ROWS
 from enginewright.plugins.plugin import CODES, operand
-from enginewright.plugins.quantize_rows import QUANTIZE_ROWS
-from enginewright.plugins.route import ROUTE
 from enginewright.plugins.target import CPU_TARGET, Target
 
 BF16 = Bf16()

@@ -21,11 +21,11 @@ from enginewright.passes.graph import LinearLayer, head_of, linear_of, linears_o
 from enginewright.passes.quant.method import stored
 from enginewright.passes.weights import read, scale, shape_of
 from enginewright.plugins import DOMAIN
-from enginewright.plugins.activation import ACTIVATION
-from enginewright.plugins.gemm import GATED
+from enginewright.plugins.elementwise.activation import ACTIVATION
+from enginewright.plugins.experts.route import ROUTE
+from enginewright.plugins.experts.sort_rows import SORT_ROWS
+from enginewright.plugins.gemm.gemm import GATED
 from enginewright.plugins.plugin import int_of, operand
-from enginewright.plugins.route import ROUTE
-from enginewright.plugins.sort_rows import SORT_ROWS
 
 
 @dataclass(frozen=True)

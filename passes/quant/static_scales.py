@@ -18,7 +18,7 @@ from enginewright.passes.quant.method import Calibration, StoredTensor, in_runs,
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.passes.streaming import stream
 from enginewright.passes.weights import shape_of
-from enginewright.plugins.quantize_rows import groups_of
+from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.target import Target
 
 LEAST = 2.0**-60  # of a run that was 0 wherever it was seen

@@ -12,7 +12,7 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from enginewright.passes.quant.int8_wo import Int8Wo
-from enginewright.plugins.gemm_w8a8 import GEMM_W8A8
+from enginewright.plugins.gemm.gemm_w8a8 import GEMM_W8A8
 from enginewright.plugins.plugin import width_of
 from enginewright.plugins.target import Activations, Target
 

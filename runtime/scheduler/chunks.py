@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from enginewright.runtime.cache.cache import Cache
-from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.step_goal import StepGoal
-from enginewright.runtime.step_plan import Part
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_goal import StepGoal
+from enginewright.runtime.step.step_plan import Part
 
 
 class PromptChunks:

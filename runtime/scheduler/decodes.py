@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from enginewright.runtime.cache.kind import Copies
-from enginewright.runtime.step_plan import Packer, StepPlan
+from enginewright.runtime.step.step_plan import Packer, StepPlan
 
 
 class RepeatedDecodes:

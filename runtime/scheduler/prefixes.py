@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.keys import PrefixKeys
-from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step.sequence import TokenSequence
 
 
 class SharedPrefixes:

@@ -14,22 +14,21 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from enginewright.plan import CacheGroup
+from enginewright.plan import CacheGroup, StepSizes
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import DiskStore
 from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.kind import Copies
-from enginewright.runtime.memory_plan import MemoryPlan
-from enginewright.runtime.sampling import RowRequest, SampledToken
+from enginewright.runtime.sampling.sampling import RowRequest, SampledToken
 from enginewright.runtime.scheduler.chunks import PromptChunks
 from enginewright.runtime.scheduler.decodes import RepeatedDecodes
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.scheduler.stored import PlaceMemory, StoredPrefixes
 from enginewright.runtime.scheduler.waiting import WaitingSequences
-from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.step_goal import StepGoal
-from enginewright.runtime.step_plan import Packer, Part, StepPlan
-from enginewright.runtime.work_class import BEST_EFFORT
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_goal import StepGoal
+from enginewright.runtime.step.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.step.work_class import BEST_EFFORT
 
 
 class Scheduler:
@@ -53,7 +52,8 @@ class Scheduler:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        memory_plan: MemoryPlan,
+        limits: StepSizes,
+        num_blocks: Sequence[int],
         *,
         prefix_caching: bool = False,
         chunk: int | None = None,
@@ -62,14 +62,14 @@ class Scheduler:
         whole_texts: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self._limits = memory_plan.limits
-        self._cache = Cache(groups, memory_plan.num_blocks, memory_plan.limits.tokens, memory_plan.limits.sequences)
+        self._limits = limits
+        self._cache = Cache(groups, num_blocks, limits.tokens, limits.sequences)
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
         self._events: CacheEvents | None = None
         self._waiting = WaitingSequences(self._cache, self._prefixes, clock)
         self._running: list[TokenSequence] = []  # the most urgent first, and of these the first that has arrived
         self._chunks = PromptChunks(self._cache, chunk, cost, goal=goal, whole=whole_texts)
-        self._packer = Packer(groups, memory_plan.limits)
+        self._packer = Packer(groups, limits)
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
         self._no_copies: tuple[Copies, ...] = tuple([] for _ in groups)
         self._copies: tuple[Copies, ...] = tuple([] for _ in groups)  # for the next step

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step.sequence import TokenSequence
 
 
 class TenantShares:

@@ -11,7 +11,7 @@ from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import DiskStore, ReadEntries
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
-from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.step.sequence import TokenSequence
 
 FIRST_S_PER_BYTE = 1 / 500e6  # of reading, before anything was read
 LEARNING = 0.3  # what a read says of the pace of those to come

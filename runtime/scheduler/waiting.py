@@ -10,8 +10,8 @@ from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.scheduler.shares import TenantShares
 from enginewright.runtime.scheduler.stored import StoredPrefixes
-from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.work_class import BEST_EFFORT, WorkClass
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.work_class import BEST_EFFORT, WorkClass
 
 
 class WaitingSequences:

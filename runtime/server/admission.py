@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from enginewright.runtime.core.prompts import Conversation, Prompt
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.prompts import Conversation, Prompt
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError, overloaded
 
 CHARS_PER_TOKEN = 4  # of a text that has not been tokenized yet, roughly

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginewright.runtime.messages.formats import reasons
-from enginewright.runtime.messages.history import INVALID_JSON
 from enginewright.runtime.server.chat import OF_CHATS, THINKING, ChatBody, refuse_contradiction
 from enginewright.runtime.server.errors import ApiError, speaking_of
 from enginewright.runtime.server.keys import Kinds, UnusedKeys, known_of, not_implemented, refused, taken
 from enginewright.runtime.server.protocol import EXTRAS, TOOL_UNREAD, convert, of_keys, read_keys, read_kind
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.messages.formats import reasons
+from enginewright.runtime.text.messages.history import INVALID_JSON
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 SAME = ("max_tokens", "model", "stream", *EXTRAS)  # keys that mean the same in a chat
 RENAMES = {

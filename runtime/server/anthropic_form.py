@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 
-from enginewright.runtime.messages.calls import Call
-from enginewright.runtime.messages.history import INVALID_JSON
-from enginewright.runtime.messages.parser import Reasoning
 from enginewright.runtime.server.anthropic_body import RENAMES
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, Usage, encode, typed_event
 from enginewright.runtime.server.parts import Part, PartsForm
+from enginewright.runtime.text.messages.calls import Call
+from enginewright.runtime.text.messages.history import INVALID_JSON
+from enginewright.runtime.text.messages.parser import Reasoning
 
 OVERLOADED = 529  # Anthropic's status of a server that takes no work just now
 ERROR_TYPES = {

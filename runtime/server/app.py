@@ -19,10 +19,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from enginewright import __version__
-from enginewright.runtime.async_llm import AsyncLLM
-from enginewright.runtime.embeddings import refuse_answers
-from enginewright.runtime.params import default_params
-from enginewright.runtime.prompts import Conversation, Prompt
+from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.core.engine_kind import refuse_answers
+from enginewright.runtime.core.params import default_params
+from enginewright.runtime.core.prompts import Conversation, Prompt
 from enginewright.runtime.server.anthropic_body import read_messages
 from enginewright.runtime.server.anthropic_form import AnthropicError, MessagesForm
 from enginewright.runtime.server.chat import CHAT_KEYS, ChatForm
@@ -46,7 +46,7 @@ from enginewright.runtime.server.tokenization import DETOKENIZE_KEYS, TOKENIZE_K
 from enginewright.runtime.server.traces import Traces
 from enginewright.runtime.server.wire import ClientGone, header, send_error
 from enginewright.runtime.server.work import check_timeout, work_of
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 # To anybody, as the page is: who restarts servers needs no key. Metrics tell what clients do, and want one.
 HEALTH_PATH = b"/health"

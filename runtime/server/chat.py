@@ -7,13 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginewright.runtime.messages.calls import Arguments, Call, whole_calls
-from enginewright.runtime.messages.formats import Parser, new_parser, reasons
-from enginewright.runtime.messages.grammar import before_answer
-from enginewright.runtime.messages.parser import Piece, Reasoning, Text
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.prompts import ROLES, Conversation, Prompt
-from enginewright.runtime.sampling import MAX_LOGPROBS, SampledToken
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.prompts import ROLES, Conversation, Prompt
+from enginewright.runtime.sampling.sampling import MAX_LOGPROBS, SampledToken
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, Usage, encode, new_call_id
 from enginewright.runtime.server.keys import NOTHING, Kinds, Unread, known_of, not_implemented, refused, taken
@@ -25,8 +22,11 @@ from enginewright.runtime.server.protocol import (
     read_kind,
 )
 from enginewright.runtime.server.tools import AllowedChoice, CalledFunction, Function, NamedTool, Tool, ToolCall, Tools
-from enginewright.runtime.structured_outputs import StructuredOutputsParams
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.messages.calls import Arguments, Call, whole_calls
+from enginewright.runtime.text.messages.formats import Parser, new_parser, reasons
+from enginewright.runtime.text.messages.grammar import before_answer
+from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 THINKING = ("enable_thinking", "thinking")  # what templates call the variable that turns reasoning off; both are in use
 MAX_TOKENS = 2**31 - 1

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from enginewright.runtime.prompts import Prompt
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.core.prompts import Prompt
+from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, shown
 from enginewright.runtime.server.keys import known_of

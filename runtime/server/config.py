@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from enginewright.errors import UsageError
-from enginewright.runtime.messages.formats import call_format
 from enginewright.runtime.server.cors import ORIGIN
 from enginewright.runtime.server.hosts import is_host
+from enginewright.runtime.text.messages.formats import call_format
 
 METRICS_COMPAT = ("vllm",)
 

@@ -12,19 +12,18 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.embeddings import (
+from enginewright.runtime.api.embeddings import (
     Score,
     TextReader,
-    TextTokens,
     Vector,
     check_dimensions,
     pairs_of,
-    refuse_scores,
-    refuse_vectors,
     scores_of,
     tokens_to_score,
     vector_of,
 )
+from enginewright.runtime.core.embedding_core import TextTokens
+from enginewright.runtime.core.engine_kind import refuse_scores, refuse_vectors
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.errors import ApiError, from_engine
@@ -35,7 +34,7 @@ from enginewright.runtime.server.protocol import UNREAD, decode, prompts_of
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
 from enginewright.runtime.server.work import work_of
-from enginewright.runtime.work_class import WorkClass
+from enginewright.runtime.step.work_class import WorkClass
 
 Answer = dict[str, Any]
 

@@ -27,13 +27,15 @@ from enginewright.errors import (
 )
 from enginewright.printable import printable
 from enginewright.runtime import env
-from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.cpu.executor import choose_isa
-from enginewright.runtime.devices import check_device, open_engine
+from enginewright.runtime.device.cpu.executor import choose_isa
+from enginewright.runtime.device.devices import check_device, open_engine
+from enginewright.runtime.device.machine import free_memory, trim_memory
+from enginewright.runtime.device.memory_plan import limits_of
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.machine import free_memory, trim_memory
-from enginewright.runtime.memory_plan import RuntimeConfig, limits_of
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import ApiError, internal, overloaded, shutting_down
 from enginewright.runtime.server.log import log_refused_bytes
@@ -43,7 +45,6 @@ from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import BodyReader, ClientGone, until_gone
 from enginewright.runtime.server.work import timed_out
 from enginewright.runtime.speculation.methods import plan_engine_memory
-from enginewright.runtime.stats import Stats
 from enginewright.targets import CPU
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import msgspec
 
 from enginewright.errors import EngineDeadError, EngineError, UsageError
-from enginewright.runtime.outputs import GRAMMAR, NAN_LOGITS
-from enginewright.runtime.prompts import PromptTooLongError
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.core.outputs import GRAMMAR, NAN_LOGITS
+from enginewright.runtime.core.prompts import PromptTooLongError
+from enginewright.runtime.sampling.sampling import SamplingParams
 
 MAX_MESSAGE_CHARS = 1000
 OVERLOAD_RETRY_S = 1

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from enginewright.runtime.messages.formats import Parser
-from enginewright.runtime.messages.parser import Piece, Text, joined
-from enginewright.runtime.outputs import Delta, RequestMetrics
-from enginewright.runtime.prompts import Prompt, text_of
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.core.outputs import Delta, RequestMetrics
+from enginewright.runtime.core.prompts import Prompt, text_of
+from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.text_offsets import TextOffsets
 from enginewright.runtime.server.token_aligner import TokenAligner
-from enginewright.runtime.tokenizer import REPLACEMENT, Tokenizer
+from enginewright.runtime.text.messages.formats import Parser
+from enginewright.runtime.text.messages.parser import Piece, Text, joined
+from enginewright.runtime.text.tokenizer import REPLACEMENT, Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Receive, Send
 
 from enginewright.errors import EngineError, UsageError, WorkerLostError
-from enginewright.runtime.async_llm import AsyncRequest, Structure
-from enginewright.runtime.messages.formats import Parser
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.prompts import Conversation, Prompt
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.api.async_llm import AsyncRequest, Structure
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.prompts import Conversation, Prompt
+from enginewright.runtime.sampling.sampling import SamplingParams
 from enginewright.runtime.server.admission import Reservation
 from enginewright.runtime.server.errors import ApiError, from_engine, internal, of_answer, shutting_down
 from enginewright.runtime.server.form import Choice, Form, Usage
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
 from enginewright.runtime.server.work import timed_out
-from enginewright.runtime.work_class import WorkClass
+from enginewright.runtime.step.work_class import WorkClass
+from enginewright.runtime.text.messages.formats import Parser
 
 if TYPE_CHECKING:
     from enginewright.runtime.server.service import Service

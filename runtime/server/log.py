@@ -26,13 +26,13 @@ import msgspec
 from starlette.types import Message, Scope, Send
 
 from enginewright.printable import printable, printable_json, printable_lines
-from enginewright.runtime.core import Request
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.core.engine_core import Request
+from enginewright.runtime.core.stats import Stats
+from enginewright.runtime.sampling.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError, Headers
 from enginewright.runtime.server.form import Choice
 from enginewright.runtime.server.keys import UnusedKeys
 from enginewright.runtime.server.wire import header
-from enginewright.runtime.stats import Stats
 
 logger = logging.getLogger(__name__)
 

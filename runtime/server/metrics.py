@@ -19,9 +19,10 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from enginewright import __version__
-from enginewright.runtime.core import Request
-from enginewright.runtime.memory_plan import KvBlocks
-from enginewright.runtime.stats import STEP_TOKENS, SpeculationStats, Stats
+from enginewright.runtime.core.engine_core import Request
+from enginewright.runtime.core.stats import STEP_TOKENS, Stats
+from enginewright.runtime.device.memory_plan import KvBlocks
+from enginewright.runtime.speculation.stats import SpeculationStats
 
 PREFIX = "enginewright_"
 VLLM_PREFIX = "vllm:"

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 
-from enginewright.runtime.messages.calls import Arguments, Call
-from enginewright.runtime.messages.parser import Piece, Reasoning, Text
-from enginewright.runtime.outputs import Delta
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.server.form import Choice, Form, Include, Usage, new_call_id
 from enginewright.runtime.server.token_aligner import TokenAligner
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.messages.calls import Arguments, Call
+from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)

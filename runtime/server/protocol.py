@@ -13,15 +13,15 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from enginewright.errors import UsageError
-from enginewright.runtime.json_schema import held
-from enginewright.runtime.messages.formats import Parser
-from enginewright.runtime.prompts import Prompt
-from enginewright.runtime.sampling import MAX_BIASED_TOKENS, MAX_STOPS
+from enginewright.runtime.core.prompts import Prompt
+from enginewright.runtime.grammar.json_schema import held
+from enginewright.runtime.sampling.sampling import MAX_BIASED_TOKENS, MAX_STOPS
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Include
 from enginewright.runtime.server.keys import Known, Unread, UnusedKeys, not_implemented, refused, taken, used_keys
-from enginewright.runtime.structured_outputs import StructuredOutputsParams
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.messages.formats import Parser
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # of a completion that names no max_tokens, as in OpenAI's API
 MAX_KEY_CHARS = 64

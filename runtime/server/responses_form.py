@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from enginewright.runtime.messages.calls import Call
-from enginewright.runtime.messages.parser import Reasoning, Text
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, Include, Usage, encode, typed_event
 from enginewright.runtime.server.parts import Part, PartsForm
 from enginewright.runtime.server.responses_body import PREFIXES, RENAMES, ResponsesRequest
 from enginewright.runtime.server.responses_store import StoredResponse
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.messages.calls import Call
+from enginewright.runtime.text.messages.parser import Reasoning, Text
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 
 class ResponsesForm(PartsForm):

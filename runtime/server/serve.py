@@ -16,12 +16,13 @@ from typing import Any
 import uvicorn
 
 from enginewright.errors import EngineError, UsageError
-from enginewright.runtime.async_llm import AsyncLLM
+from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.devices import open_engine
+from enginewright.runtime.device.devices import open_engine
+from enginewright.runtime.device.memory_plan import places_of
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.env import notify_socket
-from enginewright.runtime.memory_plan import places_of, runtime_config
 from enginewright.runtime.server.app import App
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit

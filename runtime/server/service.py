@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from enginewright.errors import EngineError
-from enginewright.runtime.async_llm import AsyncLLM
-from enginewright.runtime.memory_plan import KvBlocks
-from enginewright.runtime.messages.formats import call_format
+from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.device.memory_plan import KvBlocks
 from enginewright.runtime.server.admission import Admission
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after, shutting_down
 from enginewright.runtime.server.generation import Generation
 from enginewright.runtime.server.log import Throughput
 from enginewright.runtime.server.metrics import Metrics
+from enginewright.runtime.text.messages.formats import call_format
 
 if TYPE_CHECKING:
     from enginewright.runtime.server.embeddings import Texts

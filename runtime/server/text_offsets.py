@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from enginewright.runtime.detokenizer import Detokenizer
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.detokenizer import Detokenizer
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 
 class TextOffsets:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from enginewright.runtime.messages.parser import Piece, Text
-from enginewright.runtime.sampling import SampledToken
+from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.text.messages.parser import Piece, Text
 
 
 class TokenAligner:

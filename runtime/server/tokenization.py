@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from enginewright.runtime.prompts import Prompt
+from enginewright.runtime.core.prompts import Prompt
 from enginewright.runtime.server.chat import MESSAGE, ChatBody
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.keys import known_of

@@ -9,15 +9,15 @@ from typing import Any, Literal
 import msgspec
 
 from enginewright.errors import UsageError
-from enginewright.runtime.messages.calls import Schemas
-from enginewright.runtime.messages.grammar import answer_or_calls, before_answer, only_calls, text_and_calls
-from enginewright.runtime.messages.history import parse_object
-from enginewright.runtime.messages.parser import MessageFormat, ReasoningPlace
-from enginewright.runtime.messages.plain import PLAIN
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.protocol import convert, held_schema
-from enginewright.runtime.structured_outputs import StructuredOutputsParams
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.messages.calls import Schemas
+from enginewright.runtime.text.messages.grammar import answer_or_calls, before_answer, only_calls, text_and_calls
+from enginewright.runtime.text.messages.history import parse_object
+from enginewright.runtime.text.messages.parser import MessageFormat, ReasoningPlace
+from enginewright.runtime.text.messages.plain import PLAIN
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

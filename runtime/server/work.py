@@ -5,7 +5,7 @@ from starlette.types import Scope
 from enginewright.errors import shorten
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.wire import header
-from enginewright.runtime.work_class import BATCH, BEST_EFFORT, INTERACTIVE, MAX_PRIORITY, WorkClass
+from enginewright.runtime.step.work_class import BATCH, BEST_EFFORT, INTERACTIVE, MAX_PRIORITY, WorkClass
 
 HEADER = b"x-priority"
 CLASSES = {"interactive": INTERACTIVE, "batch": BATCH, "best-effort": BEST_EFFORT}  # that the header may name

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.runtime.cache.cache import Cache
-from enginewright.runtime.devices import Executor, open_executor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.devices import Executor, open_executor
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig, sequence_bytes
-from enginewright.runtime.sampling import (
+from enginewright.runtime.sampling.sampling import (
     DraftRow,
     Logits,
     SampledToken,
@@ -26,10 +27,10 @@ from enginewright.runtime.sampling import (
     SamplingParams,
     SamplingRequest,
 )
-from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.proposer import Guess, Proposer
-from enginewright.runtime.step_cost import StepCost
-from enginewright.runtime.step_plan import Packer, Part, StepOutputs, StepPlan
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_cost import StepCost
+from enginewright.runtime.step.step_plan import Packer, Part, StepOutputs, StepPlan
 
 # Tokens that the draft may lack of a sequence and still guess in the same step; more are read in steps of their own.
 MOST_BEHIND = 32

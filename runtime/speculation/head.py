@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.plan import HIDDEN_BEFORE
-from enginewright.runtime.devices import Executor
-from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.device.devices import Executor
 from enginewright.runtime.speculation.draft import DraftModel
-from enginewright.runtime.step_cost import StepCost
-from enginewright.runtime.step_plan import Part, StepOutputs, StepPlan
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_cost import StepCost
+from enginewright.runtime.step.step_plan import Part, StepOutputs, StepPlan
 
 Row = NDArray[np.float32]  # [columns]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.proposer import Guess, Proposer
+from enginewright.runtime.step.sequence import TokenSequence
 
 SHORTEST, LONGEST = 2, 8  # tokens that have to be the same, and those that are looked at
 LEVELS = (4, LONGEST)  # lengths of a match from which on it is of the next level

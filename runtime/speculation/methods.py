@@ -6,16 +6,17 @@ from functools import partial
 
 from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
-from enginewright.runtime.devices import Executor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.devices import Executor
+from enginewright.runtime.device.memory_plan import FREE_SHARE, MemoryPlan, limits_of, plan_memory
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import FREE_SHARE, MemoryPlan, RuntimeConfig, limits_of, plan_memory
 from enginewright.runtime.speculation.draft import DraftModel, config_of_draft, kv_bytes_of_draft
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.speculation.lookup import PromptLookup
 from enginewright.runtime.speculation.medusa import MedusaModel
 from enginewright.runtime.speculation.proposer import Proposer
 from enginewright.runtime.speculation.speculator import Speculator
-from enginewright.runtime.step_cost import StepCost
+from enginewright.runtime.step.step_cost import StepCost
 
 METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
     NGRAM: lambda engine, config, executor: PromptLookup(config.guesses),

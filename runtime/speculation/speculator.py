@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from enginewright.runtime.sequence import TokenSequence
 from enginewright.runtime.speculation.acceptance import Acceptance
 from enginewright.runtime.speculation.proposer import Guess, Proposer
-from enginewright.runtime.stats import SpeculationStats
-from enginewright.runtime.step_cost import StepCost
-from enginewright.runtime.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.speculation.stats import SpeculationStats
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_cost import StepCost
+from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
 
 Guesses = list[tuple[TokenSequence, Sequence[int]]]
 

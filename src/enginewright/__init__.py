@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from enginewright.runtime.async_llm import AsyncEngineArgs, AsyncLLM
-    from enginewright.runtime.beam_outputs import BeamSearchParams
-    from enginewright.runtime.llm import LLM
-    from enginewright.runtime.outputs import CompletionOutput, RequestOutput
-    from enginewright.runtime.prompts import TextPrompt, TokensPrompt
-    from enginewright.runtime.sampling import RequestOutputKind, SamplingParams
-    from enginewright.runtime.structured_outputs import StructuredOutputsParams
+    from enginewright.runtime.api.async_llm import AsyncEngineArgs, AsyncLLM
+    from enginewright.runtime.api.beam_outputs import BeamSearchParams
+    from enginewright.runtime.api.llm import LLM
+    from enginewright.runtime.core.outputs import CompletionOutput, RequestOutput
+    from enginewright.runtime.core.prompts import TextPrompt, TokensPrompt
+    from enginewright.runtime.sampling.sampling import RequestOutputKind, SamplingParams
+    from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -36,19 +36,19 @@ def __getattr__(name: str) -> Any:
     """Imported when asked for: the command and the builder do without."""
     match name:
         case "LLM":
-            module = "llm"
+            module = "api.llm"
         case "AsyncEngineArgs" | "AsyncLLM":
-            module = "async_llm"
+            module = "api.async_llm"
         case "BeamSearchParams":
-            module = "beam_outputs"
+            module = "api.beam_outputs"
         case "CompletionOutput" | "RequestOutput":
-            module = "outputs"
+            module = "core.outputs"
         case "TextPrompt" | "TokensPrompt":
-            module = "prompts"
+            module = "core.prompts"
         case "RequestOutputKind" | "SamplingParams":
-            module = "sampling"
+            module = "sampling.sampling"
         case "StructuredOutputsParams":
-            module = "structured_outputs"
+            module = "sampling.structured_outputs"
         case _:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"enginewright.runtime.{module}"), name)

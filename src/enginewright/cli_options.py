@@ -15,8 +15,8 @@ from enginewright.cli_hints import hint_for_command, hint_for_quant, hint_for_ta
 from enginewright.cli_process import INTERRUPTED, open_standard_streams, sigterm_ends_the_command
 from enginewright.errors import EngineError, UsageError
 from enginewright.printable import printable_lines, printable_values
+from enginewright.runtime.config import MAX_GUESSES, SPECULATE
 from enginewright.runtime.count import parse_bytes, parse_count
-from enginewright.runtime.memory_plan import MAX_GUESSES, SPECULATE
 from enginewright.targets import SMS, parse_targets
 
 # What the base install does without, by the extra that brings it.

@@ -12,7 +12,7 @@ import numpy as np
 from enginewright.builder.cuda import compile_each
 from enginewright.builder.cuda.sections import to_compile
 from enginewright.plugins.kernel import Specialization
-from enginewright.runtime.cuda.device import Bytes, CudaDevice, Grid
+from enginewright.runtime.device.cuda.device import Bytes, CudaDevice, Grid
 from enginewright.targets import SMS, choose_code
 from tests.emulator.kernels import SCHEDULES, EmulatedKernels
 

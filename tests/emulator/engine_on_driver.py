@@ -6,7 +6,7 @@ import sys
 
 from enginewright import LLM, SamplingParams
 from enginewright.errors import NotEnoughMemoryError
-from enginewright.runtime.core import EngineCore
+from enginewright.runtime.core.engine_core import EngineCore
 
 if __name__ == "__main__":
     path, prompts, num_tokens, limits, folder = json.load(sys.stdin)

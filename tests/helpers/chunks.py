@@ -2,7 +2,7 @@
 
 from enginewright.plan import Linear, linear
 from enginewright.plugins.kernel import Call, Matrix
-from enginewright.plugins.recurrence_triton import chunk_instances
+from enginewright.plugins.recurrence.recurrence_triton import chunk_instances
 from enginewright.triton_instance import TritonInstance
 
 

@@ -12,7 +12,7 @@ import torch
 
 from enginewright.plan import Launch, Linear, StepSizes, linear, step_sizes
 from enginewright.plugins import PLUGINS
-from enginewright.plugins.attention_cuda import PARTIALS, wgmma_launches
+from enginewright.plugins.attention.attention_cuda import PARTIALS, wgmma_launches
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from tests.emulator.kernels import EmulationError, Kernels
 from tests.helpers.cuda_call import POISON, Operand, as_bf16, empty, from_bf16, instances, run, strided, vector

@@ -9,9 +9,9 @@ import torch
 from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.plan import Buffer, Launch, Linear, linear, step_sizes
 from enginewright.plugins.architectures import ARCHITECTURES, ArchSpec
-from enginewright.plugins.gemm_cuda import launches_on
-from enginewright.plugins.gemm_format import FORMATS
-from enginewright.plugins.gemm_tiles import TILES
+from enginewright.plugins.gemm.gemm_cuda import launches_on
+from enginewright.plugins.gemm.gemm_format import FORMATS
+from enginewright.plugins.gemm.gemm_tiles import TILES
 from enginewright.plugins.kernel import Call, Matrix
 from tests.emulator.kernels import SANITIZE, Argument, EmulationError, Kernels
 from tests.tolerances import GEMM_BF16_OUT, GEMM_E4M3, GEMM_F32

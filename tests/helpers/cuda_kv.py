@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from enginewright.plan import Linear
+from enginewright.plugins.attention.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from enginewright.plugins.kernel import Matrix
-from enginewright.plugins.kv_write import BLOCK_SIZE, kv_row_bytes, padded_head_dim
 from tests.helpers.cuda_call import Operand
 from tests.helpers.paged_kv import Chunk, Heads, bits, codes_of, nibbles_of
 

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from enginewright.builder.cuda import Compiled, Instance, compile_each
-from enginewright.runtime.cuda.device import CudaDevice
+from enginewright.runtime.device.cuda.device import CudaDevice
 from enginewright.targets import SMS, choose_code
 from tests.emulator.kernels import Argument
 

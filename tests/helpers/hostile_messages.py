@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from enginewright.runtime.messages.calls import CallFormat, ListedArguments
-from enginewright.runtime.messages.formats import Parser, new_parser
-from enginewright.runtime.messages.harmony import HARMONY
-from enginewright.runtime.messages.parser import MessageFormat, ReasoningFormat
+from enginewright.runtime.text.messages.calls import CallFormat, ListedArguments
+from enginewright.runtime.text.messages.formats import Parser, new_parser
+from enginewright.runtime.text.messages.harmony import HARMONY
+from enginewright.runtime.text.messages.parser import MessageFormat, ReasoningFormat
 
 THINK = ReasoningFormat("<think>", "</think>")
 TOOLS = {"add": {"type": "object", "properties": {"city": {"type": "string"}}}}

@@ -4,7 +4,7 @@ import os
 import signal
 from typing import Any, NoReturn
 
-from enginewright.runtime.worker_protocol import serve
+from enginewright.runtime.text.worker_protocol import serve
 
 
 def answer(frame: Any) -> NoReturn:

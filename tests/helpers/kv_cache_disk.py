@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from enginewright import LLM, SamplingParams
-from enginewright.runtime import core
 from enginewright.runtime.cache import disk
 from enginewright.runtime.cache.keys import PrefixKeys
-from enginewright.runtime.cuda.executor import CudaExecutor
-from enginewright.runtime.devices import open_executor
+from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.core.outputs import RequestOutput
+from enginewright.runtime.device.cuda.executor import CudaExecutor
+from enginewright.runtime.device.devices import open_executor
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import sequence_bytes
-from enginewright.runtime.outputs import RequestOutput
 from tests.emulator.device import device_for
 from tests.helpers.mixed_requests import answers, check_same
 from tests.helpers.odd_files import make_sparse

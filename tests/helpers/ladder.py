@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from enginewright.runtime.token_mask import WORD_BITS, Mask
+from enginewright.runtime.sampling.token_mask import WORD_BITS, Mask
 
 
 class Ladder:

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.sampling import Entries, Fields
-from enginewright.runtime.step_plan import StepOutputs, StepPlan
-from enginewright.runtime.token_mask import Mask
+from enginewright.runtime.sampling.sampling import Entries, Fields
+from enginewright.runtime.sampling.token_mask import Mask
+from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
 from tests.helpers.sampling_reference import with_newest
 
 

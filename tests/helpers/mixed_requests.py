@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from enginewright.runtime.core import EngineCore
+from enginewright.runtime.api.vllm_options import runtime_config
+from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.core.outputs import Delta, merge
+from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import runtime_config
-from enginewright.runtime.outputs import Delta, merge
-from enginewright.runtime.sampling import SampledToken, SamplingParams
-from enginewright.runtime.sequence import TokenSequence
+from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
 from enginewright.runtime.speculation.proposer import Guess, Proposer
-from enginewright.runtime.stats import Stats
+from enginewright.runtime.step.sequence import TokenSequence
 
 LIMITS: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 6, "max_num_batched_tokens": 48, "threads": 1}
 KINDS: Sequence[dict[str, Any]] = (

@@ -8,11 +8,11 @@ import numpy as np
 import onnx_ir as ir
 
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin
-from enginewright.plugins.kv_write import STORED as KV_STORED
-from enginewright.plugins.kv_write import pool_dtype
-from enginewright.plugins.masked_attention import EVERYTHING
+from enginewright.plugins.attention.kv_write import STORED as KV_STORED
+from enginewright.plugins.attention.kv_write import pool_dtype
+from enginewright.plugins.attention.masked_attention import EVERYTHING
+from enginewright.plugins.elementwise.pool import POOLINGS
 from enginewright.plugins.plugin import CODES
-from enginewright.plugins.pool import POOLINGS
 from tests.helpers.onnx_run import Array
 
 FLOAT, BFLOAT16, FP8 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN

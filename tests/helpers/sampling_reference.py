@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.runtime.sampling import (
+from enginewright.runtime.sampling.sampling import (
     IN_FLIGHT,
     Draw,
     Entries,
@@ -19,7 +19,7 @@ from enginewright.runtime.sampling import (
     SamplingRequest,
     _Batch,
 )
-from enginewright.runtime.token_mask import Mask
+from enginewright.runtime.sampling.token_mask import Mask
 from tests.tolerances import LOGPROB, SAMPLED_SCORE
 
 Floats = NDArray[np.float64]

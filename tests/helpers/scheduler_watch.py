@@ -14,9 +14,7 @@ import numpy as np
 
 from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, StateTensor, StepSizes
 from enginewright.runtime.cache.paged import blocks_of
-from enginewright.runtime.dims import SPLIT_TOKENS
-from enginewright.runtime.memory_plan import MemoryPlan
-from enginewright.runtime.sampling import (
+from enginewright.runtime.sampling.sampling import (
     PromptToken,
     RowBehindGuesses,
     RowRequest,
@@ -25,9 +23,10 @@ from enginewright.runtime.sampling import (
     SamplingRequest,
 )
 from enginewright.runtime.scheduler.scheduler import Scheduler
-from enginewright.runtime.sequence import TokenSequence
-from enginewright.runtime.step_plan import StepPlan
-from enginewright.runtime.work_class import BEST_EFFORT, DEFAULT_WORK, WorkClass
+from enginewright.runtime.step.dims import SPLIT_TOKENS
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.step_plan import StepPlan
+from enginewright.runtime.step.work_class import BEST_EFFORT, DEFAULT_WORK, WorkClass
 
 BLOCK, LONGEST, VOCAB, STOP = 4, 40, 50, 49
 BLANK = -1
@@ -102,9 +101,14 @@ class Watch:
         self.tokens: dict[TokenSequence, list[int]] = {}  # all that were drawn, and the prompt before them
         self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
         self.chunk = chunk
-        memory_plan = MemoryPlan(LONGEST, limits, self.num_blocks, 0, 0)
         self.scheduler = Scheduler(
-            groups, memory_plan, prefix_caching=prefix_caching, chunk=chunk, cost=cost_at, clock=lambda: self.now
+            groups,
+            limits,
+            self.num_blocks,
+            prefix_caching=prefix_caching,
+            chunk=chunk,
+            cost=cost_at,
+            clock=lambda: self.now,
         )
         self.pools = [
             np.full(count * (kv.block_size if isinstance(kv, PagedCache) else 1), BLANK)

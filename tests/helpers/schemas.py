@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 
-from enginewright.runtime.outputs import RequestOutput
+from enginewright.runtime.core.outputs import RequestOutput
 
 Schema = dict[str, Any]
 

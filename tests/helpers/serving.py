@@ -21,8 +21,8 @@ from typing import Any
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint.base import TokenizerFiles
-from enginewright.runtime.async_llm import AsyncLLM
-from enginewright.runtime.memory_plan import runtime_config
+from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.serve import Shutdown, bind, host

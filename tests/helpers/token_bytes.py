@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from enginewright.runtime.tokenizer import Tokenizer
+from enginewright.runtime.text.tokenizer import Tokenizer
 
 BYTES = {name: byte for byte, name in bytes_to_unicode().items()}
 

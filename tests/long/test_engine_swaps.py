@@ -11,9 +11,9 @@ import pytest
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.passes.quant import quant_config
+from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.llm import LLM
-from enginewright.runtime.sampling import SamplingParams
+from enginewright.runtime.sampling.sampling import SamplingParams
 from tests.helpers.engine_swaps import swap_engines
 from tests.helpers.serving import LIMITS, running
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
 from tests import tolerances
 from tests.helpers.graphs import relative_error
 from tests.helpers.tiny import HYBRIDS, tiny_model

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from enginewright.runtime.messages.calls import CallFormat
-from enginewright.runtime.messages.formats import CALL_FORMATS
+from enginewright.runtime.text.messages.calls import CallFormat
+from enginewright.runtime.text.messages.formats import CALL_FORMATS
 from tests.helpers.hostile_messages import feed, hostile_messages
 
 MOST_MORE = 9.0  # times the CPU time of a text a quarter as long; of the square it would be 16

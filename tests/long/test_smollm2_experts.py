@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.gate.config import GateConfig
 from enginewright.passes.quant import METHODS, Bf16, Int4Gptq, Int8Wo, QuantConfig
-from enginewright.runtime.cpu.executor import CpuExecutor
+from enginewright.runtime.commands.score import score
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import RuntimeConfig
-from enginewright.runtime.score import score
 from tests.helpers.graphs import random_tokens, relative_error
 from tests.helpers.tiny import MemoryCheckpoint
 

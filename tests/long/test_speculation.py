@@ -3,8 +3,8 @@
 import pytest
 
 from enginewright import _cpu
+from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.memory_plan import sequence_bytes
 from enginewright.runtime.speculation import methods
 from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_same
 from tests.test_heads import HEADS, head_of

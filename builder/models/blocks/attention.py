@@ -10,10 +10,10 @@ from enginewright.builder.models.blocks.graph import GraphWriter, LayerCache, P,
 from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.builder.weights import Weights
-from enginewright.plugins.masked_attention import EVERYTHING
+from enginewright.plugins.attention.masked_attention import EVERYTHING
+from enginewright.plugins.attention.window_attention import WINDOW_ATTENTION
+from enginewright.plugins.elementwise.position_scale import POSITION_SCALE
 from enginewright.plugins.plugin import dims_of, width_of
-from enginewright.plugins.position_scale import POSITION_SCALE
-from enginewright.plugins.window_attention import WINDOW_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class PositionScale:
-    """x · (1 + beta · log(1 + floor(position / original))): plugins/position_scale.py."""
+    """x · (1 + beta · log(1 + floor(position / original))): plugins/elementwise/position_scale.py."""
 
     beta: float
     original: int  # positions

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from enginewright.builder.config import MOST_COLUMNS, MOST_TOKENS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, T, short
-from enginewright.plugins.embed_positions import EMBED_POSITIONS
+from enginewright.plugins.embed.embed_positions import EMBED_POSITIONS
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,21 @@ import onnx_ir as ir
 from enginewright.builder.config import MOST_COLUMNS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, short
 from enginewright.builder.models.blocks.mlp import GatedMlp, Mlp, read_activation
-from enginewright.plugins.combine_experts import COMBINE_EXPERTS
-from enginewright.plugins.gemm import GATED
-from enginewright.plugins.grouped_linear import GROUPED_LINEAR
+from enginewright.plugins.experts.combine_experts import COMBINE_EXPERTS
+from enginewright.plugins.experts.grouped_linear import GROUPED_LINEAR
+from enginewright.plugins.experts.route import ROUTE
+from enginewright.plugins.experts.sort_rows import SORT_ROWS
+from enginewright.plugins.gemm.gemm import GATED
 from enginewright.plugins.plugin import width_of
-from enginewright.plugins.route import ROUTE
-from enginewright.plugins.sort_rows import SORT_ROWS
 
 MOST_EXPERTS = 2**12
-# By the activation of config.json: the epilogue of the product with gate and up (plugins/gemm.py).
+# By the activation of config.json: the epilogue of the product with gate and up (plugins/gemm/gemm.py).
 EPILOGUES: Mapping[str, str] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts a token goes to, and how much each of them counts: plugins/route.py."""
+    """Which experts a token goes to, and how much each of them counts: plugins/experts/route.py."""
 
     experts: int
     top: int  # experts of a token
@@ -124,7 +124,7 @@ class Experts:
 
     routing: Routing
     width: int  # columns of gate and of up, of one expert
-    # What becomes of gate and up, of plugins/gemm.py; without a gate, what becomes of up, of plugins/activation.py.
+    # Epilogue of gate and up (plugins/gemm/gemm.py); without a gate, that of up (plugins/elementwise/activation.py).
     activation: str = "swiglu"
     bias: bool = False  # of gate, up and down
     interleaved: bool = False  # fused tensors are [experts, columns, rows], and rows of gate and up alternate in them

@@ -10,10 +10,10 @@ from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
 from enginewright.builder.models.blocks.layers import check_conv_activation, read_taps
 from enginewright.builder.models.blocks.rope import RopeTable
 from enginewright.builder.weights import Weights
-from enginewright.plugins.causal_conv import CAUSAL_CONV
-from enginewright.plugins.gated_delta import GATED_DELTA
-from enginewright.plugins.gated_rms_norm import GATED_RMS_NORM
+from enginewright.plugins.norm.gated_rms_norm import GATED_RMS_NORM
 from enginewright.plugins.plugin import width_of
+from enginewright.plugins.recurrence.causal_conv import CAUSAL_CONV
+from enginewright.plugins.recurrence.gated_delta import GATED_DELTA
 
 NORM_EPSILON = 1e-6  # of queries and keys, which is written into the models' code
 

@@ -15,9 +15,9 @@ from enginewright.builder.pooling import Pooling
 from enginewright.builder.weights import Weights
 from enginewright.plan import HIDDEN_BEFORE
 from enginewright.plugins import DOMAIN, Plugin
-from enginewright.plugins.activation import ACTIVATION
+from enginewright.plugins.elementwise.activation import ACTIVATION
+from enginewright.plugins.elementwise.scale import SCALE
 from enginewright.plugins.plugin import Dims, dims_of, width_of
-from enginewright.plugins.scale import SCALE
 
 OPSET = 24
 IR_VERSION = 10
@@ -115,11 +115,11 @@ class GraphWriter:
         return self.op("Concat", parts, name, (*dims_of(parts[0])[:-1], width), axis=-1)
 
     def scale(self, x: ir.Value, tensor: str) -> ir.Value:
-        """x times the one number of a tensor: plugins/scale.py."""
+        """x times the one number of a tensor: plugins/elementwise/scale.py."""
         return self.plugin(SCALE, [x, self.weights.exact(tensor, 1)], short(tensor)).outputs[0]
 
     def activation(self, activation: str, x: ir.Value, name: str, gate: ir.Value | None = None) -> ir.Value:
-        """activation(x), or x · activation(gate): plugins/activation.py."""
+        """activation(x), or x · activation(gate): plugins/elementwise/activation.py."""
         inputs = [x] if gate is None else [x, gate]
         node = self.plugin(ACTIVATION, inputs, name, activation=activation, to=int(ir.DataType.FLOAT), group=0)
         return node.outputs[0]

@@ -8,8 +8,8 @@ from enginewright.builder.config import MOST_TOKENS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.models.blocks.pooling import write_pooling
 from enginewright.builder.pooling import Pooling
+from enginewright.plugins.elementwise.softcap import SOFTCAP
 from enginewright.plugins.plugin import width_of
-from enginewright.plugins.softcap import SOFTCAP
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import onnx_ir as ir
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
 from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import RopeTable
-from enginewright.plugins.causal_conv import CAUSAL_CONV
-from enginewright.plugins.gated_delta import GATED_DELTA
 from enginewright.plugins.plugin import width_of
+from enginewright.plugins.recurrence.causal_conv import CAUSAL_CONV
+from enginewright.plugins.recurrence.gated_delta import GATED_DELTA
 
 NORM_EPSILON = 1e-6  # of queries and keys, which is written into the model's code
 PARTS = ("q", "k", "v")

@@ -14,8 +14,8 @@ from enginewright.builder.models.blocks.attention import PositionScale
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerCache, short
 from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import RopeTable, latent_score_scale
-from enginewright.plugins.head_linear import HEAD_LINEAR
-from enginewright.plugins.latent_attention import LATENT_ATTENTION
+from enginewright.plugins.attention.latent_attention import LATENT_ATTENTION
+from enginewright.plugins.gemm.head_linear import HEAD_LINEAR
 from enginewright.plugins.plugin import width_of
 
 NORM = RmsNorm(1e-6)  # of latent vectors, and of what queries are expanded from, whatever the config says of others

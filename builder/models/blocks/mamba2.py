@@ -8,10 +8,10 @@ from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
 from enginewright.builder.models.blocks.layers import check_conv_activation, read_taps
 from enginewright.builder.models.blocks.rope import RopeTable
-from enginewright.plugins.causal_conv import CAUSAL_CONV
-from enginewright.plugins.gated_rms_norm import GATED_RMS_NORM
+from enginewright.plugins.norm.gated_rms_norm import GATED_RMS_NORM
 from enginewright.plugins.plugin import width_of
-from enginewright.plugins.selective_state import SELECTIVE_STATE
+from enginewright.plugins.recurrence.causal_conv import CAUSAL_CONV
+from enginewright.plugins.recurrence.selective_state import SELECTIVE_STATE
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ ACTIVATIONS: Mapping[str, Callable[[GraphWriter, ir.Value, str], ir.Value]] = {
     "silu": _silu,
 }
 
-# By the name in config.json: that of plugins/activation.py, for MLPs without a gate.
+# By the name in config.json: that of plugins/elementwise/activation.py, for MLPs without a gate.
 PLAIN_ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, short
-from enginewright.plugins.layer_norm import LAYER_NORM
+from enginewright.plugins.norm.layer_norm import LAYER_NORM
 from enginewright.plugins.plugin import dims_of, width_of
 
 

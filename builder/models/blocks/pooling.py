@@ -7,8 +7,8 @@ from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.pooling import Dense, Pooling
 from enginewright.builder.weights import Weights
 from enginewright.embedding import EmbeddingConfig
-from enginewright.plugins.pool import POOL
-from enginewright.plugins.softcap import SOFTCAP
+from enginewright.plugins.elementwise.pool import POOL
+from enginewright.plugins.elementwise.softcap import SOFTCAP
 
 CLASSIFIER = "classifier"
 # What sentence-transformers may put a cross-encoder's score through.

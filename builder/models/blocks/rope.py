@@ -14,8 +14,8 @@ import torch
 
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter
+from enginewright.plugins.attention.rope_table import ROPE_TABLE
 from enginewright.plugins.plugin import dims_of, width_of
-from enginewright.plugins.rope_table import ROPE_TABLE
 
 HARMLESS = ("finetuned",)  # a remark of old yarn configs
 SECTIONS = ("mrope_interleaved", "mrope_section")  # which angles are of time, rows and columns: in a text all the same

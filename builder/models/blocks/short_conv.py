@@ -6,8 +6,8 @@ import onnx_ir as ir
 
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
 from enginewright.builder.models.blocks.rope import RopeTable
-from enginewright.plugins.causal_conv import CAUSAL_CONV
 from enginewright.plugins.plugin import width_of
+from enginewright.plugins.recurrence.causal_conv import CAUSAL_CONV
 
 
 @dataclass(frozen=True)

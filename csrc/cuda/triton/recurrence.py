@@ -1,5 +1,6 @@
-"""The gated delta rule and Mamba-2 (plugins/gated_delta.py, plugins/selective_state.py) over many tokens of a sequence,
-64 at a time: https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2405.21060. recurrence.cuh takes single tokens.
+"""The gated delta rule and Mamba-2 (gated_delta.py and selective_state.py of plugins/recurrence/) over many tokens of a
+sequence, 64 at a time: https://arxiv.org/abs/2412.06464, https://arxiv.org/abs/2405.21060. recurrence.cuh takes single
+tokens.
 
 A chunk is 64 positions of a sequence from a multiple of 64 on, or those of them that the step has. With S the state
 before it, g the decay of a token, D[i,j] the product of g over tokens j + 1 to i, and D[i,-1] that from the chunk's

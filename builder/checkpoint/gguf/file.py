@@ -1,0 +1,113 @@
+"""A GGUF file as a checkpoint: what llama.cpp's converter did to the model is undone."""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
+from enginewright.builder.checkpoint.files import SourceFolder, hub_origin, sha256
+from enginewright.builder.checkpoint.gguf.config import synthesize
+from enginewright.builder.checkpoint.gguf.header import GgufTensor, read_header
+from enginewright.builder.checkpoint.gguf.names import ROPE_FACTORS, find_architecture, map_tensors
+from enginewright.builder.checkpoint.gguf.tokenizer import Vocabulary, build_tokenizer, generation_config
+from enginewright.errors import EngineError, UnsupportedModelError
+from enginewright.regular_file import open_regular
+
+PIECE_ELEMENTS = 1 << 22  # dequantized at a time; the arithmetic in between takes several times their memory
+QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4|F16|F32|BF16)$", re.IGNORECASE)
+
+
+class GgufCheckpoint:
+    """Reads the header when made; tensors one at a time, dequantized to float32.
+
+    Args:
+        path: the file.
+        name: as in `Checkpoint.name`; the file's own without its quantization unless said.
+        folder_root: as in `SourceFolder`, for a file that was found in a checkpoint's folder.
+
+    Raises:
+        UnsupportedModelError: an architecture, a tensor type or a feature that is not implemented, by name.
+        EngineError: the file is damaged.
+    """
+
+    def __init__(self, path: Path, name: str | None = None, folder_root: Path | None = None) -> None:
+        self._path = SourceFolder(path.parent, folder_root).file(path.name) if folder_root else path
+        self._file_name = path.name
+        self.name, self.origin = name or QUANT_SUFFIX.sub("", path.stem), hub_origin(path.parent)
+        header = read_header(self._path)
+        _refuse_split(header.metadata, path.name)
+        architecture = find_architecture(header)
+        factors = header.tensors.get(ROPE_FACTORS)
+        if factors:
+            _check_type(factors)
+        config = synthesize(header, architecture, self._dequantized(factors) if factors else None)
+        self._vocabulary = Vocabulary(header.metadata, config["vocab_size"])
+        self._sources = map_tensors(header, architecture, config)
+        for tensor in {part.type: part for source in self._sources.values() for part in source.parts}.values():
+            _check_type(tensor)
+        self.pooling = None  # whatever the file says: llama.cpp's embedding models are not read
+        self.generation_config: Mapping[str, Any] = generation_config(self._vocabulary)
+        self.config: Mapping[str, Any] = config
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(torch.float32, source.shape) for name, source in self._sources.items()
+        }
+
+    @cached_property
+    def tokenizer(self) -> TokenizerFiles:
+        return build_tokenizer(self._vocabulary)
+
+    def read(self, name: str) -> torch.Tensor:
+        source = self._sources[name]
+        return source.restore(*(self._dequantized(part) for part in source.parts))
+
+    def source_hashes(self) -> Mapping[str, str]:
+        return self._source_hashes
+
+    @cached_property
+    def _source_hashes(self) -> Mapping[str, str]:
+        return {self._file_name: sha256(self._path)}
+
+    def _dequantized(self, tensor: GgufTensor) -> torch.Tensor:
+        """By `pread`, not a mapping: a file that became shorter is an error then, and not a signal."""
+        values = torch.empty(tensor.shape, dtype=torch.float32)
+        rows = values.view(-1, tensor.shape[-1]).numpy()
+        row_bytes = tensor.nbytes // len(rows)
+        step = max(1, PIECE_ELEMENTS // tensor.shape[-1])
+        try:
+            with open(open_regular(self._path), "rb", buffering=0) as file, np.errstate(all="ignore"):
+                file.seek(tensor.offset_bytes)
+                for start in range(0, len(rows), step):
+                    piece = rows[start : start + step]
+                    raw = np.fromfile(file, np.uint8, len(piece) * row_bytes)
+                    if raw.size != len(piece) * row_bytes:
+                        raise EngineError(f"{self._file_name} became shorter while it was read")
+                    piece[:] = gguf.dequantize(raw.reshape(len(piece), row_bytes), tensor.type)
+        except OSError as error:
+            raise EngineError(f"{self._file_name} cannot be read", error.strerror or str(error)) from error
+        return values
+
+
+def _check_type(tensor: GgufTensor) -> None:
+    """Raises:
+    UnsupportedModelError: the `gguf` package cannot dequantize the tensor's type.
+    """
+    _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
+    try:
+        with np.errstate(all="ignore"):
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), tensor.type)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"tensor {tensor.name} has unknown type {tensor.type.name}") from error
+
+
+def _refuse_split(metadata: Mapping[str, Any], name: str) -> None:
+    count = metadata.get("split.count", 0)
+    if isinstance(count, int) and count > 1:
+        raise UnsupportedModelError(
+            f"{name} is one of {count} files of a model", fix="Merge them: llama-gguf-split --merge FIRST MERGED."
+        )

@@ -1,0 +1,52 @@
+"""What the tokens of a step see of paged pools, in standard ops: for the references of ops that attend to them."""
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from enginewright.plugins.attention.masked_attention import in_window
+from enginewright.plugins.plugin import dims_of, width_of
+from enginewright.plugins.writer import Writer
+
+
+class PagedContext:
+    """A step's sequences, and the pools that their tokens see through block tables.
+
+    Args:
+        q: [tokens, …].
+        tables: query_start, kv_len and block_table, as paged_attention.py has them.
+        block_size: slots a block.
+    """
+
+    def __init__(self, write: Writer, q: ir.Value, tables: Sequence[ir.Value], block_size: int) -> None:
+        query_start, self._kv_len, self._block_table = (write.cast(table, ir.DataType.INT64) for table in tables)
+        self._write, self._block_size = write, block_size
+        tokens = write.op("Squeeze", write.op("Shape", q, start=0, end=1))
+        token = write.op("Range", write.constant(0), tokens, write.constant(1))  # [tokens]
+        ends = write.op("Slice", query_start, [1], [1 << 30], [0])  # [sequences]
+        over = write.cast(write.op("LessOrEqual", ends, write.op("Unsqueeze", token, [1])), ir.DataType.INT64)
+        self._sequence = write.op("ReduceSum", over, [1], keepdims=0)  # [tokens]
+        behind = write.op("Sub", write.op("Gather", ends, self._sequence), token)  # tokens up to the sequence's end
+        self._query_at = write.op("Sub", write.op("Gather", self._kv_len, self._sequence), behind)
+
+    def of(self, pool: ir.Value) -> ir.Value:
+        """[tokens, heads, positions, dim], FLOAT: each token's own copy of what its sequence has in a pool."""
+        write, (_, heads, _), dim = self._write, dims_of(pool), width_of(pool)
+        assert isinstance(heads, int)
+        whole = write.cast(pool, ir.DataType.FLOAT)
+        blocks = write.op("Reshape", whole, [-1, self._block_size, heads, dim])
+        by_sequence = write.op("Gather", blocks, self._block_table, axis=0)
+        sequences = write.op("Shape", self._kv_len)
+        flat = write.op("Reshape", by_sequence, write.op("Concat", sequences, [-1, heads, dim], axis=0))
+        return write.op("Transpose", write.op("Gather", flat, self._sequence, axis=0), perm=[0, 2, 1, 3])
+
+    def visible(self, keys: ir.Value, window: int = 0, lookahead: int = 0) -> ir.Value:
+        """BOOL [tokens, 1, 1, positions]: which of `keys`, given by `of`, a token sees; window 0 is no limit."""
+        write = self._write
+        positions = write.op("Squeeze", write.op("Shape", keys, start=2, end=3))
+        key_at = write.op("Range", write.constant(0), positions, write.constant(1))
+        seen = in_window(write, write.op("Unsqueeze", self._query_at, [1, 2, 3]), key_at, window, lookahead)
+        if not lookahead:
+            return seen
+        ends = write.op("Unsqueeze", write.op("Gather", self._kv_len, self._sequence), [1, 2, 3])
+        return write.op("And", seen, write.op("Less", key_at, ends))

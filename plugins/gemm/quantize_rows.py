@@ -1,0 +1,141 @@
+"""Rows as codes with a scale for each run of columns: symmetric, rounded half to even.
+
+x: FLOAT or BFLOAT16 [..., K]. largest: FLOAT [G], an initializer, or absent. q: `to` [..., K], INT8 in [-127, 127] or
+FLOAT8E4M3FN in [-448, 448]. scale: FLOAT [..., G]: one for each run of `group` columns (a multiple of 32), the last one
+perhaps shorter; with group 0 the whole row is one. With largest = max|x| of a run (dynamic), or the number that is
+given for that run of all rows (static; codes beyond it are clipped), and most the largest code, scale is largest / most
+and q is x · (most / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an infinity makes
+the run's scale NaN; its codes mean nothing then. Rows of a KV pool are quantized in the same way.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from enginewright.dtypes import DTYPES
+from enginewright.plugins.gemm.rows_cuda import quantize_rows_on_cuda
+from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.plugin import (
+    CODES,
+    Dims,
+    Plugin,
+    TypeAndDims,
+    dims_of,
+    dtype_attribute,
+    int_of,
+    operand,
+    optional,
+    width_of,
+)
+from enginewright.plugins.writer import Writer
+from enginewright.targets import CPU, CUDA
+
+_CODES = {ir.DataType[dtype.onnx]: dtype for dtype in DTYPES.values() if dtype.scale_bytes}
+LARGEST_CODE: Mapping[ir.DataType, float] = {code: dtype.largest for code, dtype in _CODES.items()}
+TINY: Mapping[ir.DataType, float] = {code: dtype.tiny for code, dtype in _CODES.items()}
+
+
+def groups_of(width: int, group: int) -> int:
+    """Runs of `group` columns, the last one perhaps shorter."""
+    return -(-width // group) if group else 1
+
+
+def quantized(
+    write: Writer,
+    x: ir.Value,
+    dims: Dims,
+    group: int,
+    dtype: ir.DataType,
+    given: ir.Value | None = None,
+) -> list[ir.Value]:
+    """q and scale of a FLOAT value of these dimensions. given: the largest of each run, or of what x has."""
+    width, most = dims[-1], LARGEST_CODE[dtype]
+    assert isinstance(width, int)
+    groups, outer = groups_of(width, group), [0] * (len(dims) - 1)  # in a Reshape, 0 is the dimension as it is
+    if groups > 1:  # [..., G, group], zeros behind the last column
+        x = write.op("Pad", x, [0, groups * group - width], None, [-1])
+        x = write.op("Reshape", x, [*outer, groups, group])
+    largest = write.op("ReduceMax", write.op("Abs", x), [-1], keepdims=1)
+    if given is not None:
+        each = write.op("Unsqueeze", given, [-1]) if groups > 1 else given
+        largest = write.op("Expand", each, write.op("Shape", largest))
+    tiny = write.op("Less", largest, TINY[dtype])
+    factor = write.op("Where", tiny, 0.0, write.op("Div", most, largest))
+    q = write.op("Clip", write.op("Mul", x, factor), -most, most)
+    if dtype == ir.DataType.INT8:  # a Cast would cut
+        q = write.op("Round", q)
+    scale = write.op("Where", tiny, 0.0, write.op("Div", largest, most))
+    nan_or_zero = write.op("ReduceSum", write.op("Mul", x, 0.0), [-1], keepdims=1)
+    scale = write.op("Add", scale, nan_or_zero)
+    if groups > 1:
+        q = write.op("Slice", write.op("Reshape", q, [*outer, groups * group]), [0], [width], [-1])
+        scale = write.op("Squeeze", scale, [-1])
+    return [write.cast(q, dtype), scale]
+
+
+def dequantized(write: Writer, q: ir.Value, scale: ir.Value, group: int, zero: ir.Value | None = None) -> ir.Value:
+    """FLOAT: (q - zero) · scale, by runs of `group` columns."""
+    width = width_of(q)
+    return write.op("DequantizeLinear", q, scale, zero, axis=-1, block_size=min(group, width) or width)
+
+
+def spread(write: Writer, scale: ir.Value, width: int, group: int) -> ir.Value:
+    """Scales of runs, [..., G], for each of `width` columns; those of whole rows as they are."""
+    if group == 0:
+        return scale
+    outer = len(dims_of(scale)) - 1
+    each = write.op("Expand", write.op("Unsqueeze", scale, [-1]), [*[1] * (outer + 1), group])  # [..., G, group]
+    wide = write.op("Reshape", each, [*[0] * outer, groups_of(width, group) * group])
+    return write.op("Slice", wide, [0], [width], [-1])
+
+
+# What ops whose result may be codes have: the dtype, and the columns that share a scale. Their last input is `largest`,
+# which is absent where the result is no code, or scaled as it comes.
+TO_ATTRIBUTES = {"to": int, "group": int}
+
+
+def written_as(
+    write: Writer, node: ir.Node, value: ir.Value, largest: ir.Value | None, width: int | None = None
+) -> list[ir.Value]:
+    """The last outputs of such an op: the FLOAT value as `to`, and its scale.
+
+    Args:
+        width: columns of the value; None where its dimensions are those of input 0.
+    """
+    to = dtype_attribute(node)
+    if to in CODES:
+        return quantized(write, value, _dims_as(node, width), int_of(node, "group"), to, largest)
+    return [write.round_to(value, to)]
+
+
+def types_as(node: ir.Node, width: int | None = None) -> list[TypeAndDims]:
+    """Of the same."""
+    to, dims = dtype_attribute(node), _dims_as(node, width)
+    if to not in CODES:
+        return [(to, dims)]
+    columns = dims[-1]
+    assert isinstance(columns, int)
+    return [(to, dims), (ir.DataType.FLOAT, (*dims[:-1], groups_of(columns, int_of(node, "group"))))]
+
+
+def _dims_as(node: ir.Node, width: int | None) -> Dims:
+    dims = dims_of(operand(node, 0))
+    return dims if width is None else (*dims[:-1], width)
+
+
+def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
+    return written_as(write, node, write.cast(operand(node, 0), ir.DataType.FLOAT), optional(node, 1))
+
+
+KERNEL = KernelBinding("quantize_rows@1", ("x", "largest"), ("q", "scale"), ("group",))
+
+QUANTIZE_ROWS = Plugin(
+    name="QuantizeRows",
+    inputs=("x", "largest?"),
+    outputs=("q", "scale"),
+    attributes=TO_ATTRIBUTES,
+    reference=_reference,
+    infer=types_as,
+    kernels={CPU: KERNEL, CUDA: quantize_rows_on_cuda(KERNEL)},
+    by_rows=True,
+)

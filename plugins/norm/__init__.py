@@ -1,0 +1,1 @@
+"""RMS and layer normalization, with and without a residual or a gate."""

@@ -1,0 +1,1 @@
+"""Python API: LLM, AsyncLLM, embeddings, and the thread that runs an engine's steps."""

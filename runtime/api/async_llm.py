@@ -1,0 +1,389 @@
+"""`AsyncLLM`: the same engine as `LLM`, for one asyncio event loop."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import finalize
+
+from enginewright.errors import EngineError, UsageError, shorten
+from enginewright.runtime.api.collector import Collector
+from enginewright.runtime.api.embeddings import Vector, not_finite
+from enginewright.runtime.api.engine_thread import EngineThread, close_all
+from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
+from enginewright.runtime.core.engine_core import EngineCore, Request
+from enginewright.runtime.core.engine_kind import refuse_answers
+from enginewright.runtime.core.outputs import Delta, RequestOutput, merge
+from enginewright.runtime.core.params import params_of
+from enginewright.runtime.core.prompts import Prompt, encode_prompt, salt_of, text_of
+from enginewright.runtime.core.stats import Stats
+from enginewright.runtime.device.devices import open_engine
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.sampling.sampling import RequestOutputKind, SamplingParams
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.sampling.token_mask import Grammar
+from enginewright.runtime.step.work_class import DEFAULT_WORK, WorkClass
+
+T = TypeVar("T")
+Structure = Callable[[Sequence[int]], StructuredOutputsParams | None]
+
+
+class AsyncEngineArgs:
+    """Arguments of an AsyncLLM, as attributes, for scripts that collect them first; they are checked when it is made.
+
+    Args:
+        model: an engine file, or an open engine.
+        limits: as AsyncLLM takes them.
+    """
+
+    def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
+        vars(self).update(limits, model=model)
+
+
+ENCODERS = 2  # threads that encode prompts: a long one does not hold up the next
+
+
+class AsyncLLM:
+    """An engine with memory to run in, and a thread that runs it. Make it, and use it, where the event loop runs.
+
+    Args:
+        model: an engine file, or an open engine (which stays open).
+        limits: fields of RuntimeConfig, and options of vLLM that have no effect here.
+
+    Raises:
+        UsageError, EngineError: as `LLM`.
+    """
+
+    def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
+        config = runtime_config(**limits)
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            fix = "Make it in a coroutine, under asyncio.run, or use LLM."
+            raise UsageError("an AsyncLLM needs an event loop that runs", fix=fix) from error
+        owned: Engine | None = None
+        if not isinstance(model, Engine):
+            model = owned = open_engine(model, config.device)
+        try:
+            core = open_core(model, config)
+        except BaseException:
+            close_all(None, owned)
+            raise
+        self._begin(core, owned)
+
+    def _begin(self, core: EngineCore | EmbeddingCore, owned: Engine | None) -> None:
+        """owned: an engine that is closed with it."""
+        self.engine, self.max_model_len = core.engine, core.max_model_len
+        executor = core.executor
+        self.memory_plan, self.isa, self.threads = executor.memory_plan, executor.isa, executor.threads
+        self._thread = EngineThread(core, partial(_post, self._loop))
+        self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
+        self._encoder = ThreadPoolExecutor(ENCODERS, thread_name_prefix="tokenizer")
+        self._request_ids = count()
+
+    @classmethod
+    async def open(cls, engine: Engine, config: RuntimeConfig) -> "AsyncLLM":
+        """As the constructor, but the event loop goes on meanwhile. The engine is closed with it.
+
+        Raises:
+            EngineError: the engine, which stays open then, does not fit.
+        """
+        llm = cls.__new__(cls)
+        llm._loop = asyncio.get_running_loop()
+        llm._begin(await asyncio.to_thread(open_core, engine, config), engine)
+        return llm
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
+        """The same with arguments that were collected before."""
+        if not isinstance(engine_args, AsyncEngineArgs):
+            raise UsageError(f"engine_args is {shorten(engine_args)}", "it must be an AsyncEngineArgs")
+        return cls(**vars(engine_args))
+
+    @property
+    def _core(self) -> EngineCore | EmbeddingCore:
+        return self._thread.core
+
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt in any form, made in a thread of its own.
+
+        Args:
+            add_special_tokens: begin a text with what the model was trained to see there.
+
+        Raises:
+            UsageError: it is none of the forms that a prompt may have.
+            EngineDeadError: the engine has failed or is closed.
+        """
+        return await self.in_tokenizer(partial(self._encode, prompt, add_special_tokens))
+
+    def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        tokenizer, most = self.engine.tokenizer, self.max_model_len
+        return encode_prompt(prompt, tokenizer, most, add_special_tokens=add_special_tokens)
+
+    async def in_tokenizer(self, work: Callable[[], T]) -> T:
+        """What tokenizes, in a thread of its own.
+
+        Raises:
+            EngineDeadError: the engine has failed or is closed.
+        """
+        if self._thread.error is not None:
+            raise self._thread.error
+        return await self._loop.run_in_executor(self._encoder, work)
+
+    async def rows(self, texts: Sequence[TextTokens], work: WorkClass = DEFAULT_WORK) -> list[Vector]:
+        """What an engine of an embedding model gives for texts, in their order. Left early, they are aborted.
+
+        Raises:
+            UsageError: a text is none that the engine takes.
+            EngineError: the model's numbers are not finite, or the engine has failed.
+        """
+        core, ends = self._core, [self._loop.create_future() for _ in texts]
+        assert isinstance(core, EmbeddingCore)
+        requests = [core.text(text, partial(_settle, end), work) for text, end in zip(texts, ends, strict=True)]
+        del core  # a request that waits must not keep it
+        try:
+            for request in requests:
+                self._thread.submit(request)
+            await asyncio.gather(*ends)
+        finally:
+            for request in requests:
+                if not request.finished:
+                    self._thread.abort(request)
+        return [request.vector for request in requests if request.vector is not None]
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens too, made in a thread of its own."""
+        work = partial(self.engine.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._loop.run_in_executor(self._encoder, work)
+
+    async def decode_each(self, token_ids: list[int]) -> list[str]:
+        """The text of each of them by itself."""
+        decode = partial(self.engine.tokenizer.decode, skip_special_tokens=False)
+        return await self._loop.run_in_executor(self._encoder, lambda: list(map(decode, token_ids)))
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        work: WorkClass = DEFAULT_WORK,
+        structure: Structure | None = None,
+    ) -> "AsyncRequest":
+        """A request that can be started. Its prompt is encoded, and all else is made ready, in a thread of its own.
+
+        Args:
+            structure: of a prompt's token ids, what its answers have to be; None leaves that to params.
+
+        Raises:
+            UsageError: prompt or parameters ask for what cannot be done.
+            EngineDeadError: the engine has failed or is closed.
+        """
+        token_ids, params = await self.in_tokenizer(partial(self._encode_for, prompt, params, structure))
+        grammars: Sequence[Grammar] = ()
+        if params.structured_outputs is not None:  # which may take long: nobody else waits for it
+            assert isinstance(self._core, EngineCore), "others have been refused"
+            await asyncio.wrap_future(self._core.compile(params.structured_outputs))
+            grammars = self._core.walks(params)
+        return await self.in_tokenizer(partial(self._prepare, token_ids, params, cache_salt, work, grammars))
+
+    def _encode_for(
+        self, prompt: Prompt, params: SamplingParams, structure: Structure | None
+    ) -> tuple[list[int], SamplingParams]:
+        """Token ids of a prompt, and parameters that say what its answers have to be."""
+        refuse_answers(self.engine)
+        token_ids = self._encode(prompt)
+        if structure is not None and (wanted := structure(token_ids)) is not None:
+            params = replace(params, structured_outputs=wanted)
+        return token_ids, params
+
+    def _prepare(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str,
+        work: WorkClass,
+        grammars: Sequence[Grammar] = (),
+    ) -> "AsyncRequest":
+        buffer = _DeltaBuffer()
+        request = self._core.request(token_ids, params, buffer.put, cache_salt, grammars, work)
+        return AsyncRequest(token_ids, request, buffer, self._thread.abort)
+
+    def start(self, prepared: "AsyncRequest") -> None:
+        """Let a prepared request run.
+
+        Raises:
+            EngineDeadError: the engine has failed or is closed.
+        """
+        self._thread.submit(prepared.request)
+
+    def submit(
+        self, prompt: list[int], params: SamplingParams, *, cache_salt: str = "", work: WorkClass = DEFAULT_WORK
+    ) -> "AsyncRequest":
+        """Prepare and start a request at once; for short prompts, since the event loop waits meanwhile.
+
+        Raises:
+            UsageError, EngineDeadError: as `prepare` and `start`.
+        """
+        prepared = self._prepare(*self._encode_for(prompt, params, None), cache_salt, work)
+        self.start(prepared)
+        return prepared
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        **vllm_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """An answer while it is written, as vLLM's AsyncLLM gives it. Left early, it is aborted.
+
+        Args:
+            prompt: a text, token ids, messages, a TextPrompt or a TokensPrompt.
+            sampling_params: None is the model's own. Its output_kind says what is yielded each time that the answer
+                has grown: all of it so far, or what is new; or nothing until it is whole.
+            request_id: what the outputs carry; None is a number.
+            cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
+            priority: the lower, the more urgent (WorkClass).
+            vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
+
+        Raises:
+            UsageError: prompt or parameters ask for what cannot be done.
+            EngineDeadError: the engine has failed or is closed.
+        """
+        check_call_options(vllm_options)
+        params = params_of(sampling_params, self.engine).clone()  # as it is now, before others have their turn
+        salt, work = salt_of(prompt, cache_salt), WorkClass(priority)
+        prepared = await self.prepare(prompt, params, cache_salt=salt, work=work)
+        self.start(prepared)
+        name = request_id or str(next(self._request_ids))
+        collector = Collector(name, text_of(prompt), prepared.token_ids, prepared.request, self.engine.tokenizer)
+        try:
+            async for deltas in prepared:
+                for delta in deltas:
+                    collector.add(delta)
+                if params.output_kind is RequestOutputKind.DELTA:
+                    yield collector.latest(deltas)
+                elif params.output_kind is RequestOutputKind.CUMULATIVE or collector.finished:
+                    yield collector.output()
+        finally:
+            prepared.abort()
+
+    def stats(self) -> Stats:
+        return self._thread.stats()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served."""
+        return self._thread.is_alive
+
+    @property
+    def step_s(self) -> float:
+        """Seconds since the engine's step under way began; 0 if there is none."""
+        return self._thread.step_s
+
+    async def close(self) -> None:
+        """Abort what runs, and give the memory back. It waits for the step under way, and for the tokenizer."""
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._thread.close)
+        await asyncio.to_thread(self._encoder.shutdown)  # before its engine is closed, whose chat template it may use
+        await asyncio.to_thread(self._close)
+        await asyncio.sleep(0)  # what the thread said last is delivered
+
+    def shutdown(self) -> None:
+        """As `close`, for scripts that do not await it: the event loop waits until the running step has ended."""
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._close()
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+    if not loop.is_closed():  # else nobody is left to hear it
+        loop.call_soon_threadsafe(call, *arguments)
+
+
+def _settle(end: asyncio.Future[None], item: Delta | EngineError) -> None:
+    """What the engine calls when it is done with a text, or with why it will not be."""
+    if end.done():  # whoever waited has left
+        return
+    if isinstance(item, EngineError):
+        end.set_exception(item)
+    elif item.finish_reason == "error":
+        end.set_exception(not_finite())
+    elif item.finish_reason == "abort":
+        end.cancel()
+    else:
+        end.set_result(None)
+
+
+class _DeltaBuffer:
+    """Deltas of a request that nobody has read yet. It does not know the request: that would be a reference cycle."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.error: EngineError | None = None
+        self.has_some = asyncio.Event()
+
+    def put(self, item: Delta | EngineError) -> None:
+        """The request's sink: called with each delta, or with why no more will come."""
+        if isinstance(item, EngineError):
+            self.error = item
+        else:
+            self.deltas.append(item)
+        self.has_some.set()
+
+
+class AsyncRequest:
+    """An answer as it is written: an iterator of what came since the last look, one delta a choice at most.
+
+    It ends when every choice has had its finish_reason.
+
+    Args:
+        token_ids: of the prompt.
+    """
+
+    def __init__(
+        self, token_ids: list[int], request: Request, buffer: _DeltaBuffer, abort: Callable[[Request], None]
+    ) -> None:
+        self.token_ids, self.request = token_ids, request
+        self._buffer, self._abort = buffer, abort
+        self._left = request.params.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had; known from the first delta on."""
+        return self.request.num_cached_tokens
+
+    def abort(self) -> None:
+        """End it now; what has ended stays as it is. Its last deltas say "abort"."""
+        if not self.request.finished:
+            self._abort(self.request)
+
+    def __aiter__(self) -> "AsyncRequest":
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        """Raises EngineDeadError if nothing more will come."""
+        if self._left == 0:
+            raise StopAsyncIteration
+        buffer = self._buffer
+        await buffer.has_some.wait()
+        if not buffer.deltas and buffer.error is not None:
+            raise buffer.error
+        deltas, buffer.deltas = merge(buffer.deltas), []
+        if buffer.error is None:
+            buffer.has_some.clear()
+        self._left -= sum(delta.finish_reason is not None for delta in deltas)
+        return deltas

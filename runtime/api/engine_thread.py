@@ -1,0 +1,165 @@
+"""One thread that steps an engine: requests in through a queue, deltas out to those who wait for them."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+from enginewright.errors import EngineDeadError, EngineError
+from enginewright.runtime.core.embedding_core import EmbeddingCore, TextRequest
+from enginewright.runtime.core.engine_core import EngineCore, Request
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.stats import Stats
+from enginewright.runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+AnyRequest = Request | TextRequest
+StepOutputs = Sequence[tuple[AnyRequest, Delta]]  # of one step of the core
+
+
+class EngineThread:
+    """Steps a core as long as there is work, and sleeps otherwise.
+
+    It is the only one that keeps the core, so that `close` frees all of its memory, whatever still refers to a request.
+
+    Args:
+        core: belongs to the thread from now on.
+        post: how a call reaches the thread of the readers: `loop.call_soon_threadsafe`, or None to call them from the
+            engine's thread. There is one call per step, however many requests run.
+    """
+
+    def __init__(self, core: EngineCore | EmbeddingCore, post: Callable[..., object] | None = None) -> None:
+        self._core: Any = core  # either with requests of its own; None once it is closed
+        self._last_stats = Stats()  # once it is closed
+        self._post = post
+        self._inbox: SimpleQueue[tuple[Callable[[AnyRequest], None], AnyRequest] | None] = (
+            SimpleQueue()
+        )  # None: the end
+        self._open: set[AnyRequest] = set()
+        self._lock = threading.Lock()  # between the end of the thread and requests that arrive meanwhile
+        self.error: EngineDeadError | None = None
+        self._step_began: float | None = None  # of time.monotonic; None: no step is under way
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.error is None
+
+    def submit(self, request: AnyRequest) -> None:
+        """Raises EngineDeadError where nothing would come of it."""
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._inbox.put((self._add, request))
+
+    def abort(self, request: AnyRequest) -> None:
+        """End a request at any time, from any thread; what has ended stays as it is."""
+        self._inbox.put((self._abort, request))
+
+    @property
+    def core(self) -> EngineCore | EmbeddingCore:
+        """The core, for what any thread may call. To be kept for no longer than a request's preparation.
+
+        Raises:
+            EngineDeadError: it is closed.
+        """
+        core: EngineCore | EmbeddingCore | None = self._core
+        if core is None:
+            raise EngineDeadError("the engine is closed")
+        return core
+
+    def stats(self) -> Stats:
+        """Requests that the thread has not taken up yet count as waiting."""
+        core = self._core
+        if core is None:
+            return self._last_stats
+        stats: Stats = core.stats()
+        return replace(stats, num_waiting=stats.num_waiting + self._inbox.qsize())
+
+    @property
+    def step_s(self) -> float:
+        """Seconds since the step under way began; 0 if there is none."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def close(self) -> None:
+        """Abort what is left, end the thread, and free the core's memory. A second call does nothing."""
+        with self._lock:
+            self.error = self.error or EngineDeadError("the engine is closed")
+            self._inbox.put(None)
+        self._thread.join()
+        with self._lock:
+            if self._core is not None:
+                self._core.close()
+                self._last_stats = self._core.stats()
+                self._core = None
+
+    def _run(self) -> None:
+        try:
+            while True:
+                while not self._inbox.empty() or not self._core.has_work:
+                    message = self._inbox.get()
+                    if message is None:
+                        for request in list(self._open):
+                            self._abort(request)
+                        return
+                    act, request = message
+                    act(request)
+                self._step_began = time.monotonic()
+                outputs = self._core.step()
+                self._step_began = None
+                self._send(outputs)
+        except BaseException as error:
+            if isinstance(error, EngineError):  # its sentences say it all
+                logger.error("the engine's thread has ended: %s", error)
+            else:
+                logger.exception("the engine's thread has ended")
+            self._die(EngineDeadError.of(error))
+
+    def _add(self, request: AnyRequest) -> None:
+        self._open.add(request)
+        self._core.add(request)
+
+    def _abort(self, request: AnyRequest) -> None:
+        self._send(self._core.abort(request))
+
+    def _send(self, outputs: StepOutputs) -> None:
+        if not outputs:
+            return
+        self._open.difference_update(request for request, delta in outputs if delta.finish_reason and request.finished)
+        if self._post is None:
+            _deliver(outputs)
+        else:
+            self._post(_deliver, outputs)
+
+    def _die(self, error: EngineDeadError) -> None:
+        self._step_began = None
+        with self._lock:
+            self.error = error
+            while not self._inbox.empty():  # those that came too late must hear of it, too
+                message = self._inbox.get()
+                if message is not None:
+                    self._open.add(message[1])
+        for request in self._open:
+            if self._post is None:
+                request.sink(error)
+            else:
+                self._post(request.sink, error)
+
+
+def _deliver(outputs: StepOutputs) -> None:
+    for request, delta in outputs:
+        request.sink(delta)
+
+
+def close_all(thread: EngineThread | None, engine: Engine | None) -> None:
+    """End a thread, and then close the engine that it uses. None: there is none, or it is another's."""
+    if thread is not None:
+        thread.close()
+    if engine is not None:
+        engine.close()

@@ -1,0 +1,439 @@
+"""`LLM`: an engine as a library, under vLLM's names, so that a script ports by changing an import.
+
+from enginewright import LLM, SamplingParams
+
+llm = LLM("model.engine")
+for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+    print(output.outputs[0].text)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import count
+from numbers import Integral
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+from weakref import finalize
+
+from enginewright.errors import EngineError, UsageError, shorten
+from enginewright.runtime.api.beam_outputs import BeamSearchOutput, BeamSearchParams, beam_output
+from enginewright.runtime.api.collector import Collector
+from enginewright.runtime.api.embeddings import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    TextReader,
+    Vector,
+    check_dimensions,
+    not_finite,
+    pairs_of,
+    scores_of,
+    tokens_to_score,
+    vector_of,
+)
+from enginewright.runtime.api.engine_thread import EngineThread, close_all
+from enginewright.runtime.api.progress_bar import ProgressBar
+from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
+from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
+from enginewright.runtime.core.engine_core import EngineCore, OutputSink
+from enginewright.runtime.core.engine_kind import refuse_answers, refuse_scores, refuse_vectors
+from enginewright.runtime.core.outputs import Delta, RequestOutput
+from enginewright.runtime.core.params import default_params, params_of
+from enginewright.runtime.core.prompts import (
+    Conversation,
+    Prompt,
+    conversations_of,
+    encode_prompt,
+    is_list,
+    salt_of,
+    text_of,
+)
+from enginewright.runtime.core.stats import Stats
+from enginewright.runtime.device.devices import open_engine
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.step.work_class import WorkClass
+from enginewright.runtime.text.tokenizer import Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Progress = Callable[[int, int], None]
+OnOutput = Callable[[int, RequestOutput], None]
+Priority = int | Sequence[int] | None
+
+
+class LLM:
+    """An engine with memory to run in, and a thread that runs it.
+
+    Whatever is asked, from any thread, runs together in one batch in flight. Close it, or use it in `with`, to give its
+    memory back.
+
+    Args:
+        model: an engine file, or an open engine (which stays open).
+        limits: fields of RuntimeConfig: max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory,
+            enable_prefix_caching, threads, …; options of vLLM that have no effect here are noted in the log.
+
+    Raises:
+        UsageError: a limit that is not known, or makes no sense.
+        EngineError: the engine cannot be opened or does not fit (errors.py).
+    """
+
+    def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
+        config = runtime_config(**limits)
+        owned: Engine | None = None
+        if not isinstance(model, Engine):
+            model = owned = open_engine(model, config.device)
+        self.engine = model
+        try:
+            core = open_core(self.engine, config)
+        except BaseException:
+            close_all(None, owned)
+            raise
+        self.max_model_len, executor = core.max_model_len, core.executor
+        self.memory_plan, self.isa, self.threads = executor.memory_plan, executor.isa, executor.threads
+        self._thread = EngineThread(core)
+        self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
+        self._request_ids = count()
+
+    @property
+    def _core(self) -> EngineCore | EmbeddingCore:
+        return self._thread.core
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own (generation_config.json)."""
+        return default_params(self.engine)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt in any form."""
+        return encode_prompt(prompt, self.engine.tokenizer, self.max_model_len)
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises UsageError for what `generate` would refuse."""
+        self._core.request(prompt, params_of(params, self.engine), _Inbox().sink(0))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
+        on_progress: Progress | None = None,
+        on_output: OnOutput | None = None,
+        cache_salt: str = "",
+        priority: Priority = None,
+        **vllm_options: Any,
+    ) -> list[RequestOutput]:
+        """Completions of all prompts, computed together, in the prompts' order.
+
+        Args:
+            prompts: one or many: a text, token ids, a TextPrompt or a TokensPrompt.
+            sampling_params: for all, or one for each; None is the model's own.
+            use_tqdm: show a bar on a terminal.
+            on_progress: called as tokens come with (requests done, tokens written).
+            on_output: called as requests end with (index of the prompt, its output).
+            cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
+            priority: of all, or of each (WorkClass); the lower, the more urgent, and None is 0.
+            vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
+
+        Raises:
+            UsageError: a prompt or its parameters ask for what cannot be done; nothing has been computed then.
+        """
+        check_call_options(vllm_options)
+        return self._complete(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt, priority, on_output)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params = None,
+        use_tqdm: bool = False,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        on_progress: Progress | None = None,
+        cache_salt: str = "",
+        priority: Priority = None,
+        **vllm_options: Any,
+    ) -> list[RequestOutput]:
+        """Completions of conversations, through the model's chat template; otherwise as `generate`.
+
+        Args:
+            messages: one conversation, a list of messages with role and content; or several. A content is a text, or
+                a list of {"type": "text", "text": …}. A role is system, developer (the same), user,
+                assistant or tool.
+            add_generation_prompt: it is the model's turn; else the prompt ends with the last message.
+            chat_template_kwargs: further names that the template may use, such as enable_thinking.
+            tools: that the template shows the model, each as OpenAI's API has it. Calls are in the text.
+        """
+        check_call_options(vllm_options)
+        names = {} if chat_template_kwargs is None else chat_template_kwargs
+        conversations = [
+            Conversation(one, add_generation_prompt, names, tools or ()) for one in conversations_of(messages)
+        ]
+        return self._complete(conversations, sampling_params, use_tqdm, on_progress, cache_salt, priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        cache_salt: str = "",
+        **vllm_options: Any,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to prompts, as transformers' `generate(num_beams=…)` finds them (beam_search.py).
+
+        Args:
+            prompts, use_tqdm, cache_salt, vllm_options: as `generate` has them.
+
+        Raises:
+            UsageError: a prompt or a parameter asks for what cannot be done; nothing has been computed then.
+        """
+        check_call_options(vllm_options)
+        if not isinstance(params, BeamSearchParams):
+            raise UsageError(f"params is {shorten(params)}", "it must be a BeamSearchParams")
+        tokenizer = self.get_tokenizer()
+        return [
+            beam_output(
+                output, [tokenizer.decode([*output.prompt_token_ids, *one.token_ids]) for one in output.outputs]
+            )
+            for output in self._complete(_each(prompts), params.sampling(), use_tqdm, None, cache_salt, None)
+        ]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> "DeltaStream":
+        """One completion as it is written (n of them, if asked for). What is wrong with the request is said at once.
+
+        A stream that nobody reads goes on; one that is dropped ends.
+        """
+        refuse_answers(self.engine)
+        params = params_of(sampling_params, self.engine)
+        inbox = _Inbox()
+        request = self._core.request(self.encode(prompt), params, inbox.sink(0), salt_of(prompt, cache_salt))
+        self._thread.submit(request)
+        return DeltaStream(inbox, params.n, lambda: self._thread.abort(request))
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = False,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **vllm_options: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vectors of texts, in their order, of an engine of an embedding model.
+
+        Args:
+            prompts: one or many: a text, token ids, a TextPrompt or a TokensPrompt.
+            use_tqdm: show a bar on a terminal.
+            dimensions: numbers of a vector, where the model can do with fewer.
+            prompt_name: which of the model's prompts texts begin with; None is its default, if it has one.
+            truncate_prompt_tokens: tokens that are kept of a longer text; -1 is as many as fit.
+            vllm_options: arguments of vLLM's at values that ask for nothing.
+
+        Raises:
+            UsageError: the engine gives no vectors, or what is asked for cannot be done; nothing was computed then.
+            EngineError: the model's numbers are not finite.
+        """
+        check_call_options(vllm_options)
+        refuse_vectors(self.engine)
+        check_dimensions(self.engine, dimensions)
+        reader = TextReader(self.engine, self.max_model_len, truncate_prompt_tokens)
+        texts = [reader.text(prompt, prompt_name) for prompt in _each(prompts)]
+        rows = self._rows(texts, use_tqdm)
+        vectors = [vector_of(self.engine.embedding, row, dimensions) for row in rows]
+        return [
+            EmbeddingRequestOutput(str(next(self._request_ids)), EmbeddingOutput(vector.tolist()), text.ids)
+            for text, vector in zip(texts, vectors, strict=True)
+        ]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = False,
+        truncate_prompt_tokens: int | None = None,
+        **vllm_options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: what a cross-encoder says, or the cosine of their vectors.
+
+        Args:
+            text_1: one text, which is compared with each of text_2, or as many as these.
+
+        Raises:
+            UsageError, EngineError: as `embed`.
+        """
+        check_call_options(vllm_options)
+        refuse_scores(self.engine)
+        pairs = pairs_of(text_1, text_2)
+        texts = tokens_to_score(self.engine, TextReader(self.engine, self.max_model_len, truncate_prompt_tokens), pairs)
+        return [
+            ScoringRequestOutput(str(next(self._request_ids)), ScoringOutput(found.score), found.ids)
+            for found in scores_of(self.engine, pairs, texts, self._rows(texts, use_tqdm))
+        ]
+
+    def _rows(self, texts: Sequence[TextTokens], use_tqdm: bool) -> list[Vector]:
+        """What the engine gives for texts, in their order."""
+        inbox = _Inbox()
+        assert isinstance(self._core, EmbeddingCore)
+        requests = [self._core.text(text, inbox.sink(index)) for index, text in enumerate(texts)]
+        done = 0
+        with ProgressBar(len(texts)) if use_tqdm else nullcontext() as bar:
+            try:
+                for request in requests:
+                    self._thread.submit(request)
+                while done < len(requests):
+                    _, delta = inbox.get()
+                    done += 1
+                    if delta.finish_reason == "error":
+                        raise not_finite()
+                    if bar is not None:
+                        bar.update(done, 0)
+            finally:
+                if done < len(requests):
+                    for request in requests:
+                        self._thread.abort(request)
+        return [request.vector for request in requests if request.vector is not None]
+
+    def stats(self) -> Stats:
+        return self._thread.stats()
+
+    def close(self) -> None:
+        """End what runs, and give the memory back."""
+        self._close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _complete(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params,
+        use_tqdm: bool,
+        on_progress: Progress | None,
+        cache_salt: str,
+        priority: Priority,
+        on_output: OnOutput | None = None,
+    ) -> list[RequestOutput]:
+        if on_progress is not None and not callable(on_progress):
+            raise UsageError(f"on_progress is {shorten(on_progress)}", "it must be a function of two numbers")
+        refuse_answers(self.engine)
+        each, works = self._params(sampling_params, len(prompts)), _works(priority, len(prompts))
+        inbox, collectors = _Inbox(), []
+        for index, (prompt, params, work) in enumerate(zip(prompts, each, works, strict=True)):
+            ids, salt = self.encode(prompt), salt_of(prompt, cache_salt)
+            request = self._core.request(ids, params, inbox.sink(index), salt, work=work)
+            name = str(next(self._request_ids))
+            collectors.append(Collector(name, text_of(prompt), ids, request, self.engine.tokenizer))
+        left, done, written = sum(collector.request.params.n for collector in collectors), 0, 0
+        with ProgressBar(len(prompts)) if use_tqdm else nullcontext() as bar:
+            try:
+                for collector in collectors:
+                    self._thread.submit(collector.request)
+                while left:
+                    index, delta = inbox.get()
+                    collectors[index].add(delta)
+                    written += len(delta.tokens)
+                    if delta.finish_reason is not None:
+                        left -= 1
+                        if collectors[index].finished:
+                            done += 1
+                            if on_output is not None:
+                                on_output(index, collectors[index].output())
+                    if bar is not None:
+                        bar.update(done, written)
+                    if on_progress is not None:
+                        on_progress(done, written)
+            finally:
+                if left:
+                    for collector in collectors:
+                        self._thread.abort(collector.request)
+        return [collector.output() for collector in collectors]
+
+    def _params(self, given: Params, count: int) -> list[SamplingParams]:
+        if not isinstance(given, list | tuple):
+            return [params_of(given, self.engine)] * count  # type: ignore[arg-type]
+        if len(given) != count:
+            raise UsageError(f"{len(given)} sampling_params for {count} prompts", fix="Give one, or one for each.")
+        return [params_of(one, self.engine) for one in given]
+
+
+class DeltaStream:
+    """Deltas of one request, as they come. Dropped or closed before its end, it aborts the request."""
+
+    def __init__(self, inbox: "_Inbox", num_choices: int, abort: Callable[[], None]) -> None:
+        self._inbox, self._left, self._abort = inbox, num_choices, abort
+
+    def __iter__(self) -> "DeltaStream":
+        return self
+
+    def __next__(self) -> Delta:
+        if not self._left:
+            raise StopIteration
+        _, delta = self._inbox.get()
+        self._left -= delta.finish_reason is not None
+        return delta
+
+    def abort(self) -> None:
+        """End it early, from any thread or a signal handler: what has come can be read, and its last delta says so."""
+        self._abort()
+
+    def close(self) -> None:
+        if self._left:
+            self._left = 0
+            self._abort()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Inbox:
+    """Deltas of several requests, for a thread that waits for them."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[int, Delta | EngineError]] = SimpleQueue()
+
+    def sink(self, index: int) -> OutputSink:
+        """Where the engine's thread puts the deltas of one request, with its index."""
+        return lambda item: self._queue.put((index, item))
+
+    def get(self) -> tuple[int, Delta]:
+        """The next delta and the index of its request. Raises EngineDeadError if none will come."""
+        index, item = self._queue.get()
+        if isinstance(item, EngineError):
+            raise item
+        return index, item
+
+
+def _works(priority: Priority, count: int) -> list[WorkClass]:
+    """Of each prompt."""
+    if not isinstance(priority, list | tuple):
+        return [WorkClass(0 if priority is None else priority)] * count  # type: ignore[arg-type]
+    if len(priority) != count:
+        raise UsageError(f"{len(priority)} priorities for {count} prompts", fix="Give one, or one for each.")
+    return [WorkClass(one) for one in priority]
+
+
+def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one."""
+    if isinstance(prompts, str | Mapping | Conversation):
+        return [prompts]
+    if not is_list(prompts):
+        raise UsageError(f"the prompts are {shorten(prompts)}", "a text, token ids, or a list of prompts is wanted")
+    if len(prompts) > 0 and all(isinstance(one, Integral) for one in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

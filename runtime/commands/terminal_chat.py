@@ -1,0 +1,222 @@
+"""`engine chat`: a conversation on the terminal, with its history and commands."""
+
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from enginewright.errors import UsageError
+from enginewright.runtime.api.llm import LLM, DeltaStream
+from enginewright.runtime.commands.console import refuse_failed
+from enginewright.runtime.core.engine_kind import refuse_answers
+from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.prompts import Conversation, PromptTooLongError
+from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.text.messages.formats import new_parser
+from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
+from enginewright.runtime.text.tokenizer import Tokenizer
+
+HELP = """\
+/system TEXT  another system message, from the next answer on; without TEXT there is none
+/clear        forget the conversation; the system message stays
+/help         this list
+/exit         leave, as Ctrl-D does
+Ctrl-C stops an answer. A message that begins with a slash has a space before it."""
+FULL_SHARE = 0.75  # of the context: a longer prompt leaves too little room for an answer
+KEPT_SHARE = 0.5  # of the context that the prompt may have then: what goes on is not computed anew at each message
+DIM, PLAIN = "\033[2m", "\033[22m"
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def without_thinking(tokenizer: Tokenizer, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that turn the model's thinking off.
+
+    Args:
+        names: further variables.
+
+    Raises:
+        UsageError: the template knows no such variable, or they say something else.
+    """
+    if not tokenizer.template_names("enable_thinking"):
+        raise UsageError("--no-thinking has no effect", "the model's chat template knows no enable_thinking")
+    if names.get("enable_thinking", False) is not False:
+        raise UsageError("--no-thinking and --chat-template-kwargs say different things of enable_thinking")
+    return {**names, "enable_thinking": False}
+
+
+class TerminalChat:
+    """Reads messages from stdin until its end, and prints answers on stdout. All else is on stderr: what the model
+    thinks before it answers, and notes.
+
+    Where the conversation fills the context, its oldest turns are forgotten, and a note says so.
+
+    Args:
+        params: of every answer.
+        system: a message that stands before the conversation; None: there is none.
+        template_kwargs: further variables of the chat template.
+
+    Raises:
+        UsageError: the model writes no text or has no chat template, or it takes no such system message or variables.
+    """
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, *, system: str | None = None, template_kwargs: Mapping[str, Any]
+    ) -> None:
+        refuse_answers(llm.engine)
+        self._llm, self._params, self._template_kwargs = llm, params, template_kwargs
+        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self.system = system
+        self.messages: Messages = []  # of the user and the model, by turns
+        self._stream: DeltaStream | None = None  # of the answer under way
+        self._stopped = False  # that answer, by Ctrl-C
+        self._encode([{"role": "user", "content": "Hello"}])  # what is refused is refused now
+
+    def run(self) -> None:
+        """Talk until the end of stdin, /exit, or Ctrl-C at the prompt.
+
+        Raises:
+            EngineError: an answer fails; where messages come from a terminal, only if no other answer can come.
+        """
+        if self._is_terminal:
+            import readline  # noqa: F401  # input() edits lines with it, and keeps those before
+
+            _note(f"{self._llm.engine.manifest.name}: Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands")
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        while (line := self._read()) is not None:
+            try:
+                if line.startswith("/"):
+                    self._command(*line.partition(" ")[::2])
+                elif line.strip():
+                    self._answer(line.strip())
+            except UsageError as error:
+                if not self._is_terminal:
+                    raise
+                print(f"engine: {error}", file=sys.stderr)
+
+    def _read(self) -> str | None:
+        """A line from stdin; None: there are no more."""
+        try:
+            line = input("> " if self._is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            line = "/exit"
+            if self._is_terminal:
+                print()
+        return None if line.strip() == "/exit" else line
+
+    def _command(self, name: str, text: str) -> None:
+        match name:
+            case "/help":
+                print(HELP, file=sys.stderr)
+            case "/clear":
+                self.messages = []
+            case "/system":
+                self.system = text.strip() or None
+            case _:
+                raise UsageError(f"there is no command {name}", fix="/help lists those that there are.")
+
+    def _answer(self, text: str) -> None:
+        """Print the answer to a message. Both are in the history then, also where Ctrl-C has stopped it.
+
+        Raises:
+            UsageError: the message is refused; the history is as before.
+            EngineError: the answer fails.
+        """
+        with self._stopped_by_ctrl_c():
+            messages, ids = self._fitting([*self.messages, {"role": "user", "content": text}])
+            self._stream = self._llm.stream(ids, self._params)
+            if self._stopped:
+                self._stream.abort()
+            tokenizer = self._llm.engine.tokenizer
+            parser = new_parser(tokenizer.message_format, None, in_reasoning=tokenizer.ends_in_reasoning(ids))
+            printer, last, num_tokens = _Printer(), Delta(0, "", ()), 0
+            for last in self._stream:
+                num_tokens += len(last.tokens)
+                printer.write([Text(last.text)] if parser is None else parser.push(last.text))
+            if parser is not None:
+                printer.write(parser.end())
+            print()
+        refuse_failed(last)
+        self.messages = [*messages, printer.message]
+        if last.finish_reason == "abort":
+            _note("stopped")
+        elif last.finish_reason == "length" and len(ids) + num_tokens >= self._llm.max_model_len:
+            _note(f"the context is full: prompt and answer have {self._llm.max_model_len} tokens")
+        elif last.finish_reason == "length":
+            _note(f"stopped at {num_tokens} tokens, the limit of --max-tokens")
+
+    @contextmanager
+    def _stopped_by_ctrl_c(self) -> Iterator[None]:
+        """Ctrl-C ends the answer under way, in place of the program."""
+
+        def stop(*_: object) -> None:
+            self._stopped = True
+            if self._stream is not None:
+                self._stream.abort()
+
+        self._stopped, self._stream = False, None
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _fitting(self, messages: Messages) -> tuple[Messages, list[int]]:
+        """As many of the last messages as leave room for an answer, and the prompt's token ids.
+
+        Raises:
+            PromptTooLongError: the last one alone is too long.
+        """
+        length, given = self._llm.max_model_len, len(messages)
+        most = int(length * FULL_SHARE)
+        while True:
+            is_last = len(messages) == 1
+            try:
+                ids = self._encode(messages)
+            except PromptTooLongError:
+                if is_last:
+                    raise
+            else:
+                if is_last or len(ids) <= most:
+                    break
+            messages, most = messages[2:], int(length * KEPT_SHARE)
+        if len(messages) < given:
+            _note(f"the context is full: the oldest {given - len(messages)} messages are forgotten")
+        return messages, ids
+
+    def _encode(self, messages: Messages) -> list[int]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return self._llm.encode(Conversation([*system, *messages], template_kwargs=self._template_kwargs))
+
+
+class _Printer:
+    """Prints an answer as it comes, and puts it together as a message of the history."""
+
+    def __init__(self) -> None:
+        self._text = self._reasoning = ""
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if isinstance(piece, Reasoning):
+                self._reasoning += piece.text
+                _dim(piece.text)
+            elif isinstance(piece, Text):
+                if self._reasoning and not self._text:
+                    _dim("\n\n")
+                self._text += piece.text
+                print(piece.text, end="", flush=True)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        reasoning = {"reasoning_content": self._reasoning} if self._reasoning else {}
+        return {"role": "assistant", "content": self._text, **reasoning}
+
+
+def _dim(text: str) -> None:
+    shown = f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() else text
+    print(shown, end="", file=sys.stderr, flush=True)
+
+
+def _note(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr)

@@ -1,0 +1,258 @@
+"""Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
+
+import mmap
+from collections.abc import Callable, Mapping
+from math import prod
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright import _cpu
+from enginewright.dtypes import KV_CACHES
+from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
+from enginewright.manifest import SectionForm
+from enginewright.plan import (
+    HIDDEN,
+    HIDDEN_BEFORE,
+    Buffer,
+    BufferOperand,
+    CacheGroup,
+    CacheOperand,
+    InputOperand,
+    Operand,
+    PagedCache,
+    WeightOperand,
+    cache_of,
+)
+from enginewright.runtime import env
+from enginewright.runtime.cache.kind import Copies
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.count import format_bytes
+from enginewright.runtime.device.machine import num_cores
+from enginewright.runtime.device.memory_plan import plan_memory
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.sampling.sampling import Draw
+from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+
+HUGE_PAGE_BYTES = 2 << 20
+KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hold
+
+
+class CpuExecutor:
+    """An engine's plan, ready to run on this machine's CPU.
+
+    Args:
+        weights: of another executor of the same engine, which are not read again.
+
+    Raises:
+        NoCodeForMachineError: the instruction set asked for is not there, or the engine keeps its KV as nothing known.
+        NotEnoughMemoryError: the KV cache does not fit, or weights that are read into memory.
+        CorruptEngineError: plan and weights do not fit together, or the file has changed since it was opened.
+    """
+
+    steps_ahead = 0
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: RuntimeConfig | None = None,
+        weights: Mapping[str, NDArray[np.uint8]] = MappingProxyType({}),
+    ) -> None:
+        config = config or RuntimeConfig()
+        self.engine = engine
+        self.plan = engine.plan
+        self.max_top_logprobs = self.plan.vocab_size
+        self.memory_plan = plan_memory(self.plan, config, engine.bytes_beside(weights))
+        self.isa = choose_isa(config.isa or env.cpu_isa())
+        self.threads = config.threads or env.num_threads() or num_cores()
+        _check_dtypes(engine)
+        self._mmap = config.mmap
+        self.weights = dict(weights)  # without mmap: by name, 64-byte aligned
+        self._check_weights()
+        self._offsets, arena_bytes = self.plan.arena_offsets(self.memory_plan.limits)
+        self._inputs = [entry.name for entry in self.plan.inputs]
+        dims = self.plan.dims
+        inputs = [(one.name, one.rows.by_position(dims), one.columns.by_position(dims)) for one in self.plan.inputs]
+        try:
+            self.pools = [
+                _places(group, count)
+                for group, count in zip(self.plan.caches, self.memory_plan.num_blocks, strict=True)
+            ]
+            self.place_memory = [HostPlaces(pool) for pool in self.pools]
+            self._executor = _cpu.Executor(self.isa, self.threads, self.memory_plan.limits.counts, inputs, arena_bytes)
+            for call in self.plan.calls:
+                operands = {name: self._operand(operand) for name, operand in call.operands.items()}
+                self._executor.add_kernel(call.kernel, operands, call.attributes)
+            self._logits = self._buffer(self.plan.result)
+            hidden, before = self.plan.outputs.get(HIDDEN), self.plan.given.get(HIDDEN_BEFORE)
+            self._hidden = None if hidden is None else self._buffer(hidden)
+            self._hidden_before = None if before is None else self._buffer(before)
+        except KeyError as error:
+            raise NoCodeForMachineError(
+                f"{engine.file.path} calls a kernel that this release does not have",
+                str(error.args[0]),
+                "Run it with the release that built it, or build it again.",
+            ) from error
+        except ValueError as error:
+            raise CorruptEngineError(f"{engine.file.path} cannot run", str(error), "Build it again.") from error
+        except MemoryError as error:
+            arena, kv = (format_bytes(size) for size in (arena_bytes, self.memory_plan.kv_bytes))
+            raise NotEnoughMemoryError(
+                f"{engine.file.path} cannot run within these limits",
+                f"arena {arena}, KV cache {kv}",
+                "Use smaller --max-num-batched-tokens, --max-num-seqs, --max-model-len or --kv-cache-memory.",
+            ) from error
+        engine.file.check_unchanged()  # or what was read is not what was opened
+
+    def run(self, plan: StepPlan) -> StepOutputs:
+        """One step.
+
+        Returns:
+            Views of memory that the next step overwrites.
+
+        Raises:
+            CorruptEngineError: the mapped file has changed. Nothing that was computed with other bytes is returned.
+        """
+        self._executor.run(self._prepare(plan), plan.sizes.counts)
+        self._check_weights()
+        hidden = None if self._hidden is None else self._hidden[: plan.sizes.tokens]
+        return StepOutputs(self._logits[: plan.sizes.logit_rows], hidden)
+
+    def close(self) -> None:
+        """Memory goes with the executor."""
+
+    @property
+    def draw(self) -> Draw:
+        """`_cpu.sample`, by this executor's threads."""
+        return self._executor.sample
+
+    def profile(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.void]]:
+        """One step, measured.
+
+        Returns:
+            Of each kernel of the engine's plan: nanoseconds; and its work, a struct of what it touches and computes
+            (struct Work in csrc/cpu/kernel.h).
+        """
+        profile = self._executor.profile(self._prepare(plan), plan.sizes.counts)
+        self._check_weights()
+        return profile
+
+    def _prepare(self, plan: StepPlan) -> list[NDArray[np.int32]]:
+        """Copy and zero blocks and slots, and write what the plan is given; the step's arrays, in order."""
+        for pool, copies, new in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
+            if copies:
+                pool.copy(copies)
+            if new:
+                pool.scrub(new)
+        if self._hidden_before is not None:
+            self._hidden_before[: plan.sizes.tokens] = plan.hidden
+        return [plan.inputs[name] for name in self._inputs]
+
+    def _buffer(self, index: int) -> NDArray[np.float32]:
+        """All rows of a buffer of fp32, where the executor has it."""
+        buffer, rows = self.plan.buffers[index], self.plan.buffers[index].rows.at(self.memory_plan.limits)
+        return self._executor.buffer(self._offsets[index], rows, buffer.columns, buffer.stride, buffer.dtype)
+
+    def _check_weights(self) -> None:
+        if self._mmap:
+            self.engine.check_mapped_weights()
+
+    def _weight(self, name: str) -> tuple[memoryview | NDArray[np.uint8], SectionForm]:
+        data, form = self.engine.weight(name)
+        if self._mmap:
+            return data, form
+        if name not in self.weights:
+            self.weights[name] = _system_memory(form.nbytes)
+            self.engine.read_weight(name, 0, self.weights[name])
+        return self.weights[name], form
+
+    def _operand(self, operand: Operand) -> _cpu.OperandSpec:
+        match operand:
+            case InputOperand():
+                return _cpu.OperandSpec.step(operand.name)
+            case WeightOperand():
+                data, form = self._weight(operand.name)
+                assert form.dtype is not None and form.shape is not None and form.layout is not None
+                matrices, rows, columns = (1,) * (3 - len(form.shape)) + form.shape
+                return _cpu.OperandSpec.weight(data, form.dtype, form.layout, rows, columns, matrices)
+            case BufferOperand():
+                buffer: Buffer = self.plan.buffers[operand.index]
+                whole = operand.columns == buffer.columns
+                return _cpu.OperandSpec.arena(
+                    self._offsets[operand.index],
+                    buffer.dtype,
+                    buffer.rows.by_position(self.plan.dims),
+                    operand.columns,
+                    buffer.stride,
+                    operand.column,
+                    buffer.stride - buffer.columns if whole else 0,
+                )
+            case CacheOperand():
+                group = cache_of(self.plan.caches, operand)
+                places, layer = self.pools[self.plan.caches.index(group)], group.layers.index(operand.layer)
+                if isinstance(places, _cpu.StateSlots):
+                    return _cpu.OperandSpec.state(places, layer, operand.part)
+                return _cpu.OperandSpec.cache(places, layer, operand.part)
+
+
+def _system_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Page-aligned memory that goes back to the system with the array: malloc would keep it for its own use."""
+    memory = mmap.mmap(-1, max(num_bytes, 1))
+    if num_bytes >= HUGE_PAGE_BYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE)  # as numpy and the KV cache do
+    return np.frombuffer(memory, np.uint8, num_bytes)
+
+
+class HostPlaces:
+    """The places of a cache group, copied between steps."""
+
+    def __init__(self, pool: _cpu.CacheBlocks | _cpu.StateSlots) -> None:
+        self._pool, self._places = pool, pool.places()  # [place, byte]
+        self.place_bytes = self._places.shape[1]
+
+    def copy(self, places: Copies) -> None:
+        self._pool.copy(places)
+
+    def read(self, place: int) -> Callable[[], bytes]:
+        content = self._places[place].tobytes()
+        return lambda: content
+
+    def write(self, place: int, content: bytes | memoryview) -> None:
+        self._places[place] = np.frombuffer(content, np.uint8)
+
+
+def _places(group: CacheGroup, count: int) -> _cpu.CacheBlocks | _cpu.StateSlots:
+    """The memory of a cache group."""
+    if not isinstance(group, PagedCache):
+        tensors = [(tensor.name, prod(tensor.shape), tensor.dtype) for tensor in group.tensors]
+        return _cpu.StateSlots(len(group.layers), count, tensors)
+    planes = [(plane.name, plane.heads, plane.dim, plane.dtype) for plane in group.planes]
+    return _cpu.CacheBlocks(len(group.layers), count, group.block_size, planes)
+
+
+def _check_dtypes(engine: Engine) -> None:
+    for dtype in (plane.dtype for group in engine.plan.paged_caches for plane in group.planes):
+        if dtype not in KV_DTYPES:
+            raise NoCodeForMachineError(
+                f"{engine.file.path} keeps its KV cache as {dtype}",
+                f"this release has {', '.join(KV_DTYPES)}",
+                "Run it with the release that built it, or build it again with another --kv-cache-dtype.",
+            )
+
+
+def choose_isa(wanted: str | None) -> str:
+    """The instruction set to run on; None wants the best that this CPU has.
+
+    Raises:
+        NoCodeForMachineError: this CPU does not have it.
+        UsageError: nobody knows it.
+    """
+    names = _cpu.isa_names()
+    if wanted is None:
+        return names[0]
+    if wanted in names:
+        return wanted
+    if wanted in ("amx", "avx512", "avx512-vnni", "avx2-vnni", "avx2", "portable"):
+        raise NoCodeForMachineError(f"this CPU has no {wanted}", f"it has {', '.join(names)}")
+    raise UsageError(f"{wanted!r} is no instruction set", f"this CPU has {', '.join(names)}")

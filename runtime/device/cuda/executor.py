@@ -1,0 +1,281 @@
+"""Runs plans on a GPU: an engine's launches in order, from addresses that never move.
+
+Memory is taken at the start: weights as the file has them, the arena at its limits, the KV pools, and the inputs.
+So a launch is a function, a grid and constant arguments; kernels read the sizes of a step from memory. Steps that only
+decode are replayed as graphs, one for each number of sequences in BUCKETS; others are launched one by one.
+
+Nothing waits for a step but who reads what it drew, so the next one may be asked for before. What the device reads from
+the host's memory, and writes there, is in turns: of two steps, each has its own.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from enginewright.errors import CorruptEngineError
+from enginewright.plan import (
+    HIDDEN,
+    HIDDEN_BEFORE,
+    MOST_DIMS,
+    BufferOperand,
+    CacheOperand,
+    Input,
+    InputOperand,
+    KernelCall,
+    Launch,
+    Operand,
+    RecurrentState,
+    StepSizes,
+    WeightOperand,
+    cache_of,
+)
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cuda.device import Device, Grid, OnGrid
+from enginewright.runtime.device.cuda.places import DevicePlaces
+from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
+from enginewright.runtime.device.cuda.upload import upload_weights
+from enginewright.runtime.device.memory_plan import limits_of, place_bytes, plan_memory
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.sampling.sampling import MAX_LOGPROBS, Draw, Entries, Fields
+from enginewright.runtime.sampling.token_mask import Mask
+from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+
+RESERVED_BYTES = 256 << 20  # of the GPU's memory, for code, graphs and what the driver takes
+FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
+ALIGN = 256  # bytes; of weights and inputs
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # sequences of a graph, up to a step's limit
+
+
+class DeviceRows:
+    """A step's logits or hidden states, on the device until the next step; np.asarray brings them here."""
+
+    def __init__(self, read: Callable[[], NDArray[np.float32]]) -> None:
+        self._read = read
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self._read(), dtype)
+
+
+class CudaExecutor:
+    """An engine's plan, ready to run on a device.
+
+    Args:
+        weights: of another executor of the same engine on the same GPU, which is closed later than this one: they are
+            not uploaded again.
+
+    Raises:
+        NotEnoughMemoryError: weights, arena and KV cache do not fit.
+        CorruptEngineError: plan and code do not fit together.
+    """
+
+    steps_ahead = PIPELINE_SLOTS - 1
+    max_top_logprobs = MAX_LOGPROBS
+
+    def __init__(
+        self,
+        engine: Engine,
+        device: Device,
+        config: RuntimeConfig | None = None,
+        weights: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        config = config or RuntimeConfig()
+        self.engine, self.plan, self.device = engine, engine.plan, device
+        self.isa, self.threads = device.architecture, 0
+        if self.plan.sampling is None:
+            raise CorruptEngineError("the plan is damaged", "it does not say how tokens are sampled", "Build it again.")
+        reads_tokens = [call for call in self.plan.calls if InputOperand("tokens") in call.operands.values()]
+        if reads_tokens and not any("sampled" in one.arguments for call in reads_tokens for one in call.launches):
+            raise CorruptEngineError("the plan is damaged", "it does not take up what was sampled", "Build it again.")
+        length, limits = limits_of(self.plan, config)
+        sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
+        free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
+        weight_bytes = engine.bytes_beside(weights)
+        self.memory_plan = plan_memory(self.plan, config, weight_bytes, free=free, share=FREE_SHARE)
+        self._multiprocessors = device.multiprocessors
+        self._inputs = _Inputs(self.plan.inputs, limits, device)
+        offsets, arena_bytes = self.plan.arena_offsets(limits)
+        arena = device.allocate(arena_bytes)
+        self._buffers = [arena + offset for offset in offsets]
+        caches = self.plan.caches
+        self._states = [index for index, group in enumerate(caches) if isinstance(group, RecurrentState)]
+        self.place_memory = [
+            DevicePlaces(device, count, place_bytes(group))
+            for group, count in zip(caches, self.memory_plan.num_blocks, strict=True)
+        ]
+        self.weights = upload_weights(engine, device, ALIGN, weights)
+        self._logits = self._buffers[self.plan.result]
+        known = device.allocate(4 * limits.tokens)
+        places = {"sizes": self._inputs.sizes, "known": known, "logits": self._logits}
+        places["logit_rows"] = self._inputs.addresses["logit_rows"]
+        self._sampler = DeviceSampler(self.plan.sampling, sampler_limits, places, device)
+        self._of_steps = {"sampled": self._sampler.sampled, "known": known}  # what steps tell each other
+        # Layers repeat their launches: a grid is worked out once a step for all that have it.
+        grids: dict[Launch, int] = {}
+        self._launches = []
+        for call in self.plan.calls:
+            for launch in call.launches:
+                shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
+                self._launches.append((grids.setdefault(shape, len(grids)), self._launcher(call, launch)))
+        self._grids = tuple(grids)
+        self._buckets = buckets_for(limits.sequences)
+        self._graphs: dict[int, Callable[[], None]] = {}
+        device.synchronize()
+
+    @property
+    def draw(self) -> Draw:
+        """Draws from what `run` gave, on the device."""
+        return self._draw
+
+    def close(self) -> None:
+        """Give the GPU's memory back; nothing runs any more."""
+        self.device.close()
+
+    def warm_up(self) -> None:
+        """Capture the graphs of all numbers of sequences, so that no step has to."""
+        for count in self._buckets:
+            self._graph(count)
+
+    def run(self, plan: StepPlan) -> StepOutputs:
+        """Begin one step. It is done when its logits, or the tokens that were sampled from them, have been read."""
+        self.device.bind()
+        sizes = plan.sizes
+        if any(plan.copies):
+            for memory, copies in zip(self.place_memory, plan.copies, strict=True):
+                memory.copy(copies)
+        # A state begins with zeros. New blocks need none: attention reads no position that its queries do not see.
+        for group in self._states:
+            self.place_memory[group].zero(plan.new_blocks[group])
+        self._inputs.upload(plan.inputs, sizes)
+        if plan.hidden is not None:
+            self._write(self.plan.given[HIDDEN_BEFORE], plan.hidden)
+        bucket = bucket_of(sizes, self._buckets)
+        if bucket is not None:
+            self._graph(bucket)()
+        else:
+            self._launch(sizes)
+        hidden = self.plan.outputs.get(HIDDEN)
+        return StepOutputs(
+            DeviceRows(lambda: self._read(self.plan.result, sizes.logit_rows)),
+            None if hidden is None else DeviceRows(lambda: self._read(hidden, sizes.tokens)),
+        )
+
+    def _read(self, index: int, count: int) -> NDArray[np.float32]:
+        """Rows of a buffer."""
+        buffer = self.plan.buffers[index]
+        rows = np.empty((count, buffer.stride), np.float32)
+        self.device.download(rows.reshape(-1).view(np.uint8), self._buffers[index])
+        self.device.synchronize()
+        return rows[:, : buffer.columns]
+
+    def _write(self, index: int, values: NDArray[np.float32]) -> None:
+        """The first rows of a buffer."""
+        rows = np.zeros((len(values), self.plan.buffers[index].stride), np.float32)
+        rows[:, : values.shape[1]] = values
+        self.device.upload(self._buffers[index], rows.reshape(-1).view(np.uint8))
+        self.device.synchronize()  # so long the rows are needed
+
+    def _draw(
+        self, _: DeviceRows, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
+    ) -> Iterable[Fields]:
+        return self._sampler.draw(rows, history, biases, allowed)
+
+    def _graph(self, count: int) -> Callable[[], None]:
+        if count not in self._graphs:
+            limits = self.memory_plan.limits
+            sizes = StepSizes(limits.dims, (count, count, count, *limits.counts[3:]))
+            self._graphs[count] = self.device.capture(lambda: self._launch(sizes))
+        return self._graphs[count]
+
+    def _launch(self, sizes: StepSizes) -> None:
+        grids = [self._grid(launch, sizes) for launch in self._grids]
+        for index, run in self._launches:
+            if (grid := grids[index]) is not None:
+                run(grid)
+
+    def _grid(self, launch: Launch, sizes: StepSizes) -> Grid | None:
+        """None if it does not run."""
+        if not launch.runs(sizes):
+            return None
+        x, y, z = (extent.at(sizes, self._multiprocessors) for extent in launch.grid)
+        return (x, y, z) if x * y * z else None
+
+    def _launcher(self, call: KernelCall, launch: Launch) -> OnGrid:
+        addresses = [self._inputs.sizes]
+        for role in launch.arguments:
+            operand = call.operands.get(role)
+            addresses.append(self._of_steps.get(role, 0) if operand is None else self._address(operand))
+        return self.device.launcher(launch.kernel, launch.threads, launch.shared_bytes, addresses)
+
+    def _address(self, operand: Operand) -> int:
+        match operand:
+            case InputOperand():
+                return self._inputs.addresses[operand.name]
+            case WeightOperand():
+                return self.weights[operand.name]
+            case BufferOperand():
+                buffer = self.plan.buffers[operand.index]
+                return self._buffers[operand.index] + operand.column * buffer.element_bytes
+            case CacheOperand():
+                group = cache_of(self.plan.caches, operand)
+                memory = self.place_memory[self.plan.caches.index(group)]
+                return memory.address + group.offset_bytes(operand.layer, operand.part)
+
+
+def buckets_for(most: int) -> tuple[int, ...]:
+    """The numbers of sequences that graphs are made for, where a step has `most` of them."""
+    largest = min(most, BUCKETS[-1])
+    return (*(count for count in BUCKETS if count < largest), largest)
+
+
+def bucket_of(sizes: StepSizes, buckets: Sequence[int]) -> int | None:
+    """The sequences of the graph that takes a step; None if none does: it reads prompts, or has too many."""
+    tokens, sequences, logit_rows = sizes.counts[:3]
+    if not tokens == sequences == logit_rows or tokens > buckets[-1]:
+        return None
+    return buckets[bisect_left(buckets, tokens)]
+
+
+class _Inputs:
+    """The step's sizes and inputs, where kernels read them: sizes and vectors side by side, then the block tables."""
+
+    def __init__(self, inputs: Sequence[Input], limits: StepSizes, device: Device) -> None:
+        self._device = device
+        vectors = [entry for entry in inputs if entry.columns.at(limits) == entry.columns.constant]
+        tables = [entry for entry in inputs if entry not in vectors]
+        offset, offsets = 4 * MOST_DIMS, {}
+        for entry in (*vectors, *tables):
+            offset = -(-offset // ALIGN) * ALIGN
+            offsets[entry.name] = offset
+            offset += 4 * entry.rows.at(limits) * entry.columns.at(limits)
+            if entry in vectors:
+                self._vectors_end = offset
+        hosts = [device.pinned(offset) for _ in range(PIPELINE_SLOTS)]
+        self._slots = cycle([(host, host.view(np.int32), device.event()) for host in hosts])
+        self.sizes = device.allocate(offset)
+        self.addresses = {name: self.sizes + offset for name, offset in offsets.items()}
+        self._vectors = {entry.name: offsets[entry.name] // 4 for entry in vectors}
+        self._tables = {entry.name: offsets[entry.name] for entry in tables}
+        self._last: dict[str, NDArray[np.int32]] = {}  # tables, as they are on the device
+
+    def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: StepSizes) -> None:
+        host, words, is_read = next(self._slots)
+        self._device.wait(is_read)
+        words[: len(sizes.counts)] = sizes.counts
+        for name, at in self._vectors.items():
+            values = inputs[name]
+            words[at : at + len(values)] = values
+        for name, start in self._tables.items():
+            values = inputs[name]
+            if values is not self._last.get(name):  # whoever changes a table makes a new one
+                self._last[name] = values
+                end = start + values.nbytes
+                host[start:end] = values.reshape(-1).view(np.uint8)
+                self._device.upload(self.addresses[name], host[start:end])
+        self._device.upload(self.sizes, host[: self._vectors_end])
+        self._device.record(is_read)

@@ -1,0 +1,150 @@
+"""The memory plan: what an engine takes, exactly, before anything is allocated.
+
+weights + arena + KV. The arena follows from the plan and the limits; the KV of a sequence from its length, its groups'
+windows and the longest chunk that is computed at once.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from enginewright.errors import NotEnoughMemoryError, UsageError
+from enginewright.plan import CacheGroup, PagedCache, Plan, StepSizes
+from enginewright.runtime.cache.paged import blocks_of
+from enginewright.runtime.cache.recurrent import slots_of
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.count import format_bytes
+from enginewright.runtime.device.machine import free_memory
+from enginewright.runtime.step.dims import StepCounter
+
+FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
+GUESSED_ROWS = 64  # of logits, where guesses need more than sequences: a step of more tokens is bound by operations
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All bytes are what will be allocated (KV as it is touched)."""
+
+    max_model_len: int
+    limits: StepSizes  # of a step
+    num_blocks: tuple[int, ...]  # a group; of a recurrent state, slots
+    arena_bytes: int
+    kv_bytes: int  # of all groups
+
+
+@dataclass(frozen=True)
+class KvBlocks:
+    """The KV blocks that bound how many tokens fit: of the layers that keep all positions, if some do."""
+
+    block_size: int  # tokens
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        return self.block_size * self.count
+
+    @classmethod
+    def of(cls, caches: Sequence[CacheGroup], num_blocks: Sequence[int]) -> "KvBlocks | None":
+        """None: the engine keeps nothing by blocks."""
+        paged = [
+            (bool(group.window), cls(group.block_size, count))
+            for group, count in zip(caches, num_blocks, strict=True)
+            if isinstance(group, PagedCache)
+        ]
+        return min(paged, key=lambda one: (one[0], one[1].tokens))[1] if paged else None
+
+
+def places_of(group: CacheGroup, length: int, chunk: int) -> int:
+    """Blocks or slots of a group for a sequence of `length` positions, computed `chunk` tokens at a time."""
+    return blocks_of(group, length, chunk) if isinstance(group, PagedCache) else slots_of(length)
+
+
+def place_bytes(group: CacheGroup) -> int:
+    """Of a block or a slot."""
+    return group.block_bytes if isinstance(group, PagedCache) else group.bytes_per_sequence
+
+
+def sequence_bytes(groups: Sequence[CacheGroup], length: int, chunk: int) -> int:
+    """What one sequence takes of the caches."""
+    return sum(places_of(group, length, chunk) * place_bytes(group) for group in groups)
+
+
+def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
+    """The longest sequence, and the sizes of the largest step.
+
+    Raises:
+        UsageError: a limit is beyond what the engine was built for.
+        NoCodeForMachineError: the plan counts something that this release does not know.
+    """
+    length = config.max_model_len or plan.max_seq_len
+    if length > plan.max_seq_len:
+        raise UsageError(
+            f"--max-model-len {length} is more than the engine was built for",
+            f"its limit is {plan.max_seq_len} positions",
+            f"Use --max-model-len {plan.max_seq_len} or less.",
+        )
+    tokens = min(config.max_num_batched_tokens, config.max_num_seqs * length)
+    if plan.whole_texts:
+        tokens = max(tokens, length)
+    guessed_rows = min(config.max_num_seqs * (1 + config.guesses), GUESSED_ROWS)
+    rows = max(config.max_logit_rows or guessed_rows, config.max_num_seqs)
+    counter = StepCounter(plan.dims, plan.caches)
+    return length, counter.sizes(max(tokens, config.max_num_seqs), config.max_num_seqs, rows, length)
+
+
+def plan_memory(
+    plan: Plan, config: RuntimeConfig, weight_bytes: int = 0, free: int | None = None, share: float = FREE_SHARE
+) -> MemoryPlan:
+    """What to allocate for these limits.
+
+    Args:
+        weight_bytes: of the engine; what is free must hold them, too.
+        free: bytes, of a GPU; None is what is free on the machine.
+        share: of what weights and arena leave, for the KV cache where the config does not say how much.
+
+    Raises:
+        NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
+    """
+    length, limits = limits_of(plan, config)
+    _, arena_bytes = plan.arena_offsets(limits)
+    if not config.mmap and free is None and weight_bytes + arena_bytes > free_memory():
+        raise NotEnoughMemoryError(
+            f"weights and activations take {format_bytes(weight_bytes + arena_bytes)}",
+            f"{format_bytes(free_memory())} are free",
+            "Leave out --no-mmap: the weights are then mapped, and the system drops pages of them where it has to.",
+        )
+    budget = config.kv_cache_memory
+    if budget is None:
+        budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes) * share)
+    one = sequence_bytes(plan.caches, length, limits.tokens)
+    if budget < one:
+        raise NotEnoughMemoryError(
+            f"the KV cache of one sequence of {length} positions takes {format_bytes(one)}",
+            f"{format_bytes(max(budget, 0))} are there for it",
+            "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
+        )
+    blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)
+    kv_bytes = sum(count * place_bytes(group) for count, group in zip(blocks, plan.caches, strict=True))
+    return MemoryPlan(length, limits, blocks, arena_bytes, kv_bytes)
+
+
+def _share_out(groups: Sequence[CacheGroup], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:
+    """Blocks or slots of each group: for one sequence of `length` positions, and for others of the most that then fits.
+
+    Windows take the same for a short sequence as for a long one, so to share by full lengths alone would leave many
+    short sequences without window blocks.
+    """
+
+    def places(common: int) -> list[int]:
+        return [places_of(group, length, chunk) + (sequences - 1) * places_of(group, common, chunk) for group in groups]
+
+    def bytes_of(counts: Sequence[int]) -> int:
+        return sum(count * place_bytes(group) for count, group in zip(counts, groups, strict=True))
+
+    given = places(bisect_right(range(length + 1), budget, key=lambda common: bytes_of(places(common))) - 1)
+    left = budget - bytes_of(given)
+    for index, (most, group) in enumerate(zip(places(length), groups, strict=True)):
+        more = min(most - given[index], left // place_bytes(group))
+        given[index] += more
+        left -= more * place_bytes(group)
+    return tuple(given)

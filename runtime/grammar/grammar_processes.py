@@ -1,0 +1,664 @@
+"""The processes that compile and walk an engine's grammars (grammar_worker.py), and the thread that speaks with them.
+
+All that is known of grammars and processes belongs to the thread; others put messages into its inbox and never wait.
+
+A grammar is compiled in the first of two lanes, whose limits are those of honest grammars. One that goes beyond them,
+then or later, starts again in the second, with larger limits, and runs where the CPUs have nothing better to do. The
+second lane has half of the memory at most, so that there is always room for the first.
+"""
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from enginewright.errors import EngineDeadError, EngineError, UsageError
+from enginewright.runtime.count import format_bytes
+from enginewright.runtime.env import worker_environment
+from enginewright.runtime.grammar.grammar_protocol import (
+    END,
+    FORK,
+    FORK_MESSAGE,
+    KILL,
+    LOOK,
+    MAX_SECONDS,
+    OPEN,
+    SLOW_STEP_S,
+    TAKE,
+    Forked,
+    GrammarOrder,
+    GrammarReply,
+    WalkReply,
+    command,
+)
+from enginewright.runtime.grammar.stats import GrammarStats
+from enginewright.runtime.text.worker_protocol import HEAD, framed
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 20  # of a socket, at once
+MAX_GRAMMARS = 256  # with a process each
+HANG_S = MAX_SECONDS + 10  # without a reply: the kernel has not ended the process, which may be stopped
+NUM_SPARE = 2  # processes that are there before somebody asks: to fork and to warm up one takes longer than to compile
+CONNECTION_BYTES = 1 << 20  # of a socket's buffer, if the system allows it
+
+
+def _closed() -> EngineError:
+    return EngineDeadError("the engine is closed")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Limits of the process of a grammar."""
+
+    compile_s: float  # of CPU time
+    step_s: float  # of CPU time, for a mask
+    share: float  # of --grammar-memory, for one grammar
+    num_compiled: int  # at the same time
+    niceness: int  # of its process
+
+
+# Most schemas take 2 to 5 ms and 3 MiB, and a mask 50 us.
+FIRST = Lane(compile_s=0.03, step_s=SLOW_STEP_S, share=1 / 16, num_compiled=2, niceness=0)
+SECOND = Lane(compile_s=1.0, step_s=1.0, share=1 / 4, num_compiled=4, niceness=10)
+SECOND_SHARE = 0.5  # of --grammar-memory, for all grammars of the second lane
+
+_BEYOND_TIME, _BEYOND_MEMORY = signal.SIGPROF, signal.SIGABRT  # what a process is ended by
+
+
+@dataclass(eq=False)
+class Walk:
+    """One answer's way through a grammar, as the thread knows it."""
+
+    number: int
+    key: str
+    put: Callable[[WalkReply], None]  # where replies go
+    tokens: list[int] = field(default_factory=list)  # those that it has taken
+    ahead: Sequence[int] = ()  # those that it was last asked to look at
+
+
+@dataclass(eq=False)
+class Process:
+    """A grammar's process, or one that waits for a grammar."""
+
+    connection: socket.socket
+    forked_by: subprocess.Popen[bytes]
+    grammar: "CompiledGrammar | None" = None
+    pid: int | None = None  # None: not known yet
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    is_open: bool = True  # the connection
+    is_dropped: bool = False  # nobody waits for it any more
+
+
+@dataclass(eq=False)
+class CompiledGrammar:
+    """A grammar that is compiled, is being compiled, or waits for that."""
+
+    key: str
+    lane: Lane = FIRST
+    process: Process | None = None  # None: it waits
+    is_ready: bool = False  # compiled
+    num_bytes: int = 0  # measured by its process; until then, all that it may take
+    waiting: list["Future[None]"] = field(default_factory=list)  # of those who want to know whether it can be compiled
+    walks: dict[int, Walk] = field(default_factory=dict)
+    num_asked: int = 0  # replies that have yet to come
+    heard_at: float = 0.0  # by time.monotonic: the last reply, or the first command after all were answered
+
+    @property
+    def is_unused(self) -> bool:
+        return self.is_ready and not self.walks
+
+
+class GrammarProcesses:
+    """Compiles grammars, and answers which tokens may come next in walks. All methods return at once, in any thread.
+
+    Nothing runs before the first grammar.
+
+    Args:
+        read_tokenizer: the engine's tokenizer.json. Called by the thread, once for each process that forks.
+        setup: further settings of the process that forks.
+        capacity_bytes: of the memory of all processes that no other shares.
+    """
+
+    def __init__(self, read_tokenizer: Callable[[], bytes], setup: Mapping[str, Any], capacity_bytes: int) -> None:
+        self._read_tokenizer, self._setup, self._capacity_bytes = read_tokenizer, setup, capacity_bytes
+        self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the latest used last
+        self._queues: dict[Lane, deque[CompiledGrammar]] = {FIRST: deque(), SECOND: deque()}
+        self._walks: dict[int, Walk] = {}
+        self._numbers = count()
+        self._num_evictions = 0
+        self._fork_server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None  # to it
+        self._has_forked = False  # a process, since it was started
+        self._forking: deque[Process] = deque()  # those that have no number yet, in the order that they get it
+        self._by_pid: dict[int, Process] = {}  # those that have not ended
+        self._spare: deque[Process] = deque()
+        self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()  # None: the end
+        self._is_awake = False  # the thread has been told of what is in its inbox
+        self._lock = threading.Lock()  # of those that put something there, and of the three that follow
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+
+    # From any thread
+
+    def compile(self, key: str) -> "Future[None]":
+        """Ends when the grammar is compiled.
+
+        Args:
+            key: of StructuredOutputsParams.
+
+        Raises (the future):
+            UsageError: it cannot be compiled, or takes too much.
+            EngineError: no grammar of this engine can be.
+        """
+        future: Future[None] = Future()
+        if not self._post(self._compile, key, future):
+            future.set_exception(_closed())
+        return future
+
+    def open(self, key: str, put: Callable[[WalkReply], None]) -> int:
+        """A walk, whose replies go to `put`, called by the thread."""
+        number = next(self._numbers)
+        self._post(self._open, Walk(number, key, put))
+        return number
+
+    def take(self, number: int, token: int) -> None:
+        """A walk goes on with this token; a reply says what may come next."""
+        self._post(self._take, number, token)
+
+    def look(self, number: int, tokens: Sequence[int]) -> None:
+        """A reply says which tokens may come after the first of these, the first two, …"""
+        self._post(self._look, number, list(tokens))
+
+    def end(self, number: int) -> None:
+        """A walk has ended."""
+        self._post(self._end, number)
+
+    def stats(self) -> GrammarStats:
+        grammars = list(self._grammars.values())
+        return GrammarStats(len(grammars), sum(one.num_bytes for one in grammars), self._num_evictions)
+
+    def close(self) -> None:
+        """End the processes and the thread."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._inbox.put(None)
+            os.eventfd_write(self._wake, 1)
+        if self._thread is not None:
+            self._thread.join()
+        self._selector.close()
+        os.close(self._wake)
+
+    def _post(self, act: Callable[..., None], *arguments: Any) -> bool:
+        """Have the thread do something; False where it has ended."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+                self._thread.start()
+            self._inbox.put((act, arguments))
+            if not self._is_awake:
+                self._is_awake = True
+                os.eventfd_write(self._wake, 1)
+            return True
+
+    # The thread
+
+    def _run(self) -> None:
+        why = _closed()
+        try:
+            while self._turn():
+                continue
+        except Exception as error:
+            logger.exception("the thread of grammars has ended")
+            why = EngineError("grammars have failed", str(error) or type(error).__name__, "Start the engine again.")
+        with self._lock:
+            self._is_closed = True
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if message is not None and message[0] == self._compile:
+                message[1][1].set_exception(why)
+        for grammar in list(self._grammars.values()):
+            self._fail(grammar, why)
+        if self._fork_server is not None:
+            self._end_fork_server()
+
+    def _turn(self) -> bool:
+        """Do what there is to do; False: it is the end."""
+        ready = self._selector.select(1.0 if self._is_waiting else None)
+        for key, events in ready:
+            if key.fd == self._wake:
+                os.eventfd_read(self._wake)
+                self._is_awake = False
+            elif key.data is None:
+                self._read_control()
+            elif key.data.is_open:  # else it has just been dropped
+                if events & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if message is None:
+                return False
+            act, arguments = message
+            act(*arguments)
+        self._end_hanging()
+        self._start_waiting()
+        return True
+
+    @property
+    def _is_waiting(self) -> bool:
+        """For a reply, which may never come."""
+        return bool(self._forking) or any(one.num_asked for one in self._grammars.values())
+
+    # What the inbox asks for
+
+    def _compile(self, key: str, future: "Future[None]") -> None:
+        grammar = self._find(key)
+        if not grammar.is_ready:
+            grammar.waiting.append(future)
+        elif future.set_running_or_notify_cancel():
+            future.set_result(None)
+
+    def _open(self, walk: Walk) -> None:
+        self._walks[walk.number] = walk
+        grammar = self._find(walk.key)
+        grammar.walks[walk.number] = walk
+        if grammar.is_ready:
+            self._ask(grammar, OPEN, walk.number)
+
+    def _take(self, number: int, token: int) -> None:
+        walk = self._walks.get(number)
+        if walk is None:  # it has failed
+            return
+        walk.tokens.append(token)
+        walk.ahead = ()
+        if self._grammars[walk.key].is_ready:
+            self._ask(self._grammars[walk.key], TAKE, number, [token])
+
+    def _look(self, number: int, tokens: list[int]) -> None:
+        walk = self._walks.get(number)
+        if walk is None:
+            return
+        walk.ahead = tokens
+        if self._grammars[walk.key].is_ready:
+            self._ask(self._grammars[walk.key], LOOK, number, tokens)
+
+    def _end(self, number: int) -> None:
+        walk = self._walks.pop(number, None)
+        if walk is None:
+            return
+        grammar = self._grammars[walk.key]
+        del grammar.walks[number]
+        if grammar.is_ready:
+            self._send(_process_of(grammar), command(END, number))
+
+    def _find(self, key: str) -> CompiledGrammar:
+        grammar = self._grammars.get(key)
+        if grammar is None:
+            grammar = self._grammars[key] = CompiledGrammar(key)
+            self._queues[FIRST].append(grammar)
+        self._grammars.move_to_end(key)
+        return grammar
+
+    # Compiling
+
+    def _start_waiting(self) -> None:
+        """Start to compile what waits, as far as there is room."""
+        for lane, queue in self._queues.items():
+            while queue and self._has_room(lane):
+                grammar = queue.popleft()
+                if self._grammars.get(grammar.key) is not grammar:
+                    continue
+                if not grammar.walks and all(future.cancelled() for future in grammar.waiting):
+                    del self._grammars[grammar.key]
+                    continue
+                self._start(grammar)
+
+    def _has_room(self, lane: Lane) -> bool:
+        """True if one more grammar can be compiled now; unused ones are evicted for it."""
+        compiling = [one for one in self._grammars.values() if one.process is not None and not one.is_ready]
+        if sum(one.lane is lane for one in compiling) >= lane.num_compiled:
+            return False
+        wanted = int(lane.share * self._capacity_bytes)
+        if lane is SECOND:
+            while self._num_bytes(SECOND) + wanted > SECOND_SHARE * self._capacity_bytes:
+                if not self._evict_one(SECOND):
+                    return False
+        while self._num_bytes() + wanted > self._capacity_bytes or self._num_processes >= MAX_GRAMMARS:
+            if not self._evict_one():
+                return False
+        return True
+
+    @property
+    def _num_processes(self) -> int:
+        return sum(one.process is not None for one in self._grammars.values())
+
+    def _num_bytes(self, lane: Lane | None = None) -> int:
+        """Bytes of the grammars of a lane, or of all."""
+        return sum(one.num_bytes for one in self._grammars.values() if lane in (None, one.lane))
+
+    def _evict_one(self, lane: Lane | None = None) -> bool:
+        """Evict the grammar of a lane, or of any, that has been unused for longest; False if all are in use."""
+        unused = (one for one in self._grammars.values() if one.is_unused and lane in (None, one.lane))
+        grammar = next(unused, None)
+        if grammar is None:
+            return False
+        self._num_evictions += 1
+        del self._grammars[grammar.key]
+        self._drop_process(grammar)
+        return True
+
+    def _start(self, grammar: CompiledGrammar) -> None:
+        try:
+            process = self._spare.popleft() if self._spare else self._fork()
+            while len(self._spare) < NUM_SPARE:
+                self._spare.append(self._fork())
+        except EngineError as error:
+            self._fail(grammar, error)
+            return
+        lane, grammar.process, process.grammar = grammar.lane, process, grammar
+        grammar.num_bytes = int(lane.share * self._capacity_bytes)
+        grammar.num_asked, grammar.heard_at = 1, time.monotonic()
+        order = GrammarOrder(grammar.key, grammar.num_bytes, lane.compile_s, lane.step_s, lane.niceness)
+        self._send(process, msgspec.json.encode(order))
+
+    def _fork(self) -> Process:
+        """A new process, which waits for its grammar.
+
+        Raises:
+            EngineError: the tokenizer cannot be read.
+        """
+        control, fork_server = self._ready_fork_server()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            ours.setsockopt(socket.SOL_SOCKET, option, CONNECTION_BYTES)
+            theirs.setsockopt(socket.SOL_SOCKET, option, CONNECTION_BYTES)
+        process = Process(ours, fork_server)
+        self._selector.register(ours, selectors.EVENT_READ, process)
+        self._forking.append(process)
+        try:
+            socket.send_fds(control, [FORK_MESSAGE.pack(FORK, 0)], [theirs.fileno()])
+        except OSError:  # it has ended, of which `_read_control` hears next
+            return process
+        finally:
+            theirs.close()
+        return process
+
+    def _ready_fork_server(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        """The process that forks, and the socket to it.
+
+        Raises:
+            EngineError: the tokenizer cannot be read.
+        """
+        if self._control is not None and self._fork_server is not None:
+            return self._control, self._fork_server
+        text = self._read_tokenizer()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        file = os.memfd_create("tokenizer")
+        try:
+            with os.fdopen(os.dup(file), "wb") as writer:
+                writer.write(text)
+            os.lseek(file, 0, os.SEEK_SET)
+            self._fork_server = subprocess.Popen(
+                # Without site, which may take longer than all the rest; worker_environment has the path.
+                [sys.executable, "-S", "-P", "-m", "enginewright.runtime.grammar.grammar_worker"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=worker_environment(),
+                process_group=0,  # Ctrl-C in a terminal is for its parent
+            )
+            socket.send_fds(ours, [msgspec.json.encode(self._setup)], [file])
+        finally:
+            os.close(file)
+            theirs.close()
+        self._control, self._has_forked = ours, False
+        self._selector.register(ours, selectors.EVENT_READ, None)
+        return ours, self._fork_server
+
+    def _end_fork_server(self) -> None:
+        """End it, and with it the processes that it has forked."""
+        assert self._fork_server is not None and self._control is not None
+        self._selector.unregister(self._control)
+        self._control.close()
+        if not self._has_forked:
+            self._fork_server.kill()  # it may be making the trie; else it ends what it has forked, and itself
+        self._fork_server.wait()
+        self._fork_server = self._control = None
+
+    # What processes say
+
+    def _read_control(self) -> None:
+        assert self._control is not None
+        try:
+            data = self._control.recv(1 << 16)
+        except ConnectionResetError:  # it has ended before it has read all
+            data = b""
+        if not data:
+            self._fork_server_ended()
+            return
+        message = msgspec.json.decode(data, type=Forked)
+        if message.failed:
+            why = "this engine's tokenizer cannot be used for structured outputs"
+            for grammar in [one for one in self._grammars.values() if one.process in self._forking]:
+                self._fail(grammar, EngineError(why, message.failed))
+        elif message.started:
+            process = self._forking.popleft()
+            process.pid, self._has_forked = message.started, True
+            self._by_pid[message.started] = process
+            if process.is_dropped:
+                self._kill(process)
+        elif message.ended:
+            process = self._by_pid.pop(message.ended)
+            self._read(process)  # what it has said before
+            self._process_ended(process, message.status)
+
+    def _fork_server_ended(self) -> None:
+        """Processes that it has forked go on, but nobody says how they end."""
+        assert self._control is not None and self._fork_server is not None
+        self._selector.unregister(self._control)
+        self._control.close()
+        self._fork_server.wait()
+        self._fork_server = self._control = None
+        processes = [*self._forking, *self._by_pid.values()]
+        self._forking.clear()
+        self._by_pid.clear()
+        for process in processes:
+            if process.pid is None or process.grammar is None or not process.is_open:
+                self._process_ended(process, None)
+
+    def _read(self, process: Process) -> None:
+        """Take up what a grammar's process has answered."""
+        try:
+            data = process.connection.recv(READ_BYTES) if process.is_open else b""
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._disconnect(process)
+            if process.forked_by is not self._fork_server:  # nobody says how it has ended
+                self._process_ended(process, None)
+            return
+        received, grammar = process.received, process.grammar
+        received += data
+        place = 0
+        while len(received) - place >= HEAD.size and grammar is not None and not process.is_dropped:
+            (length,) = HEAD.unpack_from(received, place)
+            end = place + HEAD.size + length
+            if len(received) < end:
+                break
+            frame = bytes(received[place + HEAD.size : end])
+            place = end
+            grammar.num_asked -= 1
+            grammar.heard_at = time.monotonic()
+            if grammar.is_ready:
+                self._replied(grammar, WalkReply.decode(memoryview(frame)))
+            else:
+                self._compiled(grammar, msgspec.json.decode(frame, type=GrammarReply))
+        del received[:place]
+
+    def _disconnect(self, process: Process) -> None:
+        if process.is_open:
+            process.is_open = False
+            self._selector.unregister(process.connection)
+            process.connection.close()
+
+    def _compiled(self, grammar: CompiledGrammar, reply: GrammarReply) -> None:
+        if reply.failed:
+            self._fail(grammar, UsageError("structured_outputs cannot be compiled", reply.failed))
+            return
+        grammar.is_ready = True
+        for future in grammar.waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+        grammar.waiting = []
+        for walk in grammar.walks.values():
+            self._ask(grammar, OPEN, walk.number, walk.tokens)
+            if walk.ahead:
+                self._ask(grammar, LOOK, walk.number, walk.ahead)
+        self._measured(grammar, reply.num_kib << 10)
+
+    def _replied(self, grammar: CompiledGrammar, reply: WalkReply) -> None:
+        walk = grammar.walks.get(reply.walk)
+        if walk is not None:
+            walk.put(reply)
+        if reply.num_kib << 10 != grammar.num_bytes:
+            self._measured(grammar, reply.num_kib << 10)
+
+    def _measured(self, grammar: CompiledGrammar, num_bytes: int) -> None:
+        """A grammar takes so much: make room for it."""
+        grammar.num_bytes = num_bytes
+        while self._num_bytes() > self._capacity_bytes and self._evict_one():
+            continue
+        if self._num_bytes() > self._capacity_bytes:
+            largest = max(self._grammars.values(), key=lambda one: one.num_bytes if one.is_ready else 0)
+            self._fail(largest, UsageError("structured_outputs cannot be compiled", self._beyond_memory(largest.lane)))
+
+    def _process_ended(self, process: Process, status: int | None) -> None:
+        """Start its grammar again in the second lane, if the process has ended in the first; else it fails."""
+        self._disconnect(process)
+        grammar = process.grammar
+        if process in self._spare:
+            self._spare.remove(process)
+        if process.is_dropped or grammar is None:
+            return
+        lane, is_ready = grammar.lane, grammar.is_ready
+        self._drop_process(grammar)
+        if lane is FIRST and status != -signal.SIGSEGV:
+            grammar.lane = SECOND
+            self._queues[SECOND].append(grammar)
+            return
+        if status == -_BEYOND_TIME:
+            why = f"it takes more than {lane.step_s if is_ready else lane.compile_s:g} s of CPU time"
+        elif status == -_BEYOND_MEMORY:
+            why = self._beyond_memory(lane)
+        elif status == -signal.SIGALRM:
+            why = f"it takes more than {MAX_SECONDS:g} s"
+        elif status == -signal.SIGSEGV:
+            why = "it is nested too deeply"
+        else:
+            self._fail(grammar, EngineError("structured_outputs could not be compiled", "a process was killed"))
+            return
+        self._fail(grammar, UsageError("structured_outputs cannot be compiled", why))
+
+    def _beyond_memory(self, lane: Lane) -> str:
+        return f"it takes more than {format_bytes(int(lane.share * self._capacity_bytes))} of memory"
+
+    def _fail(self, grammar: CompiledGrammar, error: EngineError) -> None:
+        """Nothing comes of a grammar: tell those who wait for it, and those who walk it."""
+        if self._grammars.get(grammar.key) is grammar:
+            del self._grammars[grammar.key]
+        self._drop_process(grammar)
+        for future in grammar.waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        for number, walk in grammar.walks.items():
+            self._walks.pop(number, None)
+            walk.put(WalkReply(number, False, len(walk.tokens), True, 0, (), ()))
+
+    def _drop_process(self, grammar: CompiledGrammar) -> None:
+        """Kill a grammar's process, if it has one."""
+        process, grammar.process = grammar.process, None
+        grammar.is_ready, grammar.num_bytes, grammar.num_asked = False, 0, 0
+        if process is None:
+            return
+        process.is_dropped = True
+        self._disconnect(process)
+        if process.pid is not None:  # else it is killed as soon as its number is known
+            self._kill(process)
+
+    def _kill(self, process: Process) -> None:
+        """Have the process that has forked it kill it, which alone knows whether the number is still its own."""
+        if self._control is None or process.pid not in self._by_pid:
+            return  # it has ended, or ends by itself, since its connection is closed
+        try:
+            self._control.send(FORK_MESSAGE.pack(KILL, process.pid))
+        except OSError:  # the process that forks has ended, of which `_read_control` hears next
+            return
+
+    # What is sent to processes
+
+    def _ask(self, grammar: CompiledGrammar, kind: int, walk: int, tokens: Sequence[int] = ()) -> None:
+        """Send a command that has a reply."""
+        if grammar.num_asked == 0:
+            grammar.heard_at = time.monotonic()
+        grammar.num_asked += 1
+        self._send(_process_of(grammar), command(kind, walk, tokens))
+
+    def _send(self, process: Process, data: bytes) -> None:
+        if process.is_open:
+            process.unsent += framed(data)
+            self._flush(process)
+
+    def _flush(self, process: Process) -> None:
+        """Send as much as there is room for."""
+        try:
+            sent = process.connection.send(process.unsent) if process.unsent else 0
+            del process.unsent[:sent]
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionResetError):  # it has ended, of which `_read` hears next
+            process.unsent.clear()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.unsent else 0)
+        if self._selector.get_key(process.connection).events != events:
+            self._selector.modify(process.connection, events, process)
+
+    def _end_hanging(self) -> None:
+        """Kill what has not answered for so long that the kernel must have ended it, had it not been stopped."""
+        latest = time.monotonic() - HANG_S
+        for grammar in [one for one in self._grammars.values() if one.num_asked and one.heard_at < latest]:
+            process = _process_of(grammar)
+            if process.pid is None and self._fork_server is not None:
+                self._fork_server.kill()  # of which `_read_control` hears next
+            else:
+                self._process_ended(process, -signal.SIGALRM)
+
+
+def _process_of(grammar: CompiledGrammar) -> Process:
+    """The process of a grammar that is ready, or is being compiled."""
+    assert grammar.process is not None
+    return grammar.process

@@ -1,0 +1,457 @@
+"""The processes that compile and walk grammars: what others have written may take any time, any memory, and any depth
+of a stack.
+
+The first process makes the trie of the vocabulary, and forks a process for each grammar, which shares the trie and has
+all else to itself. So limits of time and memory are the kernel's, what a grammar takes is what its process has for
+itself, and one that is killed takes no other with it. grammar_protocol.py says what they are sent and answer.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import IO, Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from enginewright.runtime.grammar.grammar_protocol import (
+    END,
+    FORK,
+    FORK_MESSAGE,
+    LIMITS,
+    LOOK,
+    MAX_FORCED,
+    MAX_SECONDS,
+    MAX_WALK_CPU_S,
+    OPEN,
+    SLOW_STEP_S,
+    TAKE,
+    Forked,
+    GrammarOrder,
+    GrammarReply,
+    WalkReply,
+    read_command,
+)
+from enginewright.runtime.grammar.json_schema import fault, held_whole
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.text.messages.lark import TOOL
+from enginewright.runtime.text.worker_protocol import HEAD, framed
+
+_OF_SCHEMA = re.compile(r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*)", re.DOTALL)
+
+
+def reason(text: str) -> str:
+    """An error of llguidance's without the source that it shows below."""
+    return " ".join(re.split(r"^ *\d+ \|", text, maxsplit=1, flags=re.MULTILINE)[0].split())
+
+
+def answer(frame: dict[str, Any]) -> dict[str, str]:
+    try:
+        wanted = StructuredOutputsParams(**frame)
+        source = _message(wanted, _source(wanted)) if wanted.is_whole else _source(wanted)
+    except MemoryError:
+        raise
+    except Exception as error:  # what reads GBNF raises no narrower class
+        return {"failed": reason(str(error))}
+    return {"source": source}
+
+
+def failure(frame: dict[str, Any], source: str, error: str = "") -> str:
+    """The reason why a source cannot be compiled, for clients.
+
+    Args:
+        error: the reason where the source by itself has no fault.
+    """
+    text = _why_not(source)
+    return _why(StructuredOutputsParams(**frame), text) if text else error
+
+
+def _why(wanted: StructuredOutputsParams, text: str) -> str:
+    """An error of llguidance's with the tool and the place in its schema, or in the schema of the answer."""
+    if isinstance(wanted.json, Mapping) and wanted.within is None:
+        path = fault(held_whole(wanted.json), text, _why_no_schema)
+        return f"{path}: {text}" if path else text
+    found = _OF_SCHEMA.match(text)
+    lines = (wanted.within or wanted.grammar or "").split("\n")
+    if found is None or int(found["line"]) > len(lines):
+        return text
+    line = lines[int(found["line"]) - 1]
+    tool = line.rpartition(TOOL)[2] if TOOL in line else ""
+    _, _, written = line.partition("%json ")
+    if not tool or not written:
+        return text
+    path = fault(json.JSONDecoder().raw_decode(written)[0], found["why"], _why_no_schema)
+    return ": ".join(filter(None, (f"the tool {tool}", path, found["why"])))
+
+
+def _why_no_schema(schema: dict[str, Any]) -> str:
+    return _why_not(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
+def _why_not(source: str) -> str:
+    """The error that a source has by itself; empty: none, as far as can be said without a vocabulary."""
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=LLParserLimits(**LIMITS))
+    return reason(messages[0]) if is_wrong else ""
+
+
+def _source(wanted: StructuredOutputsParams) -> str:
+    if wanted.regex is not None:  # \d, \w and \s are those of ASCII
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(wanted.regex, 'dws')}/")
+    if wanted.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
+    if wanted.grammar is not None:
+        return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
+    schema = held_whole(wanted.json) if isinstance(wanted.json, Mapping) else {"type": "object"}
+    options: Any = wanted.json_options  # llguidance names no type that a mapping of options could have
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _message(wanted: StructuredOutputsParams, source: str) -> str:
+    """The grammar of a message, of an answer's own grammar and what the message has around it."""
+    answer, *others = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    before = [] if wanted.before is None else [{"name": "before", "lark_grammar": wanted.before}]
+    message = {"lark_grammar": "start: @before @answer" if wanted.within is None else wanted.within}
+    return json.dumps({"grammars": [message, *before, answer | {"name": "answer"}, *others]})
+
+
+class Grammar:
+    """A compiled grammar, and the walks of the answers that follow it.
+
+    Args:
+        trie: of the vocabulary.
+        limits: of llguidance, LIMITS as a rule.
+
+    Raises:
+        ValueError: it cannot be compiled, or no text follows it.
+    """
+
+    def __init__(self, source: str, trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
+        self._make = partial(LLMatcher, trie, source, log_level=0, limits=LLParserLimits(**limits))
+        self._first = self._make()
+        if not self._first.is_error():
+            self._first.compute_bitmask()  # it shows whether any text follows
+        if self._first.is_error():
+            error = reason(self._first.get_error())
+            raise ValueError("no text follows it" if error.startswith("NoExtension") else error)
+        self._walks: dict[int, Walk] = {}
+
+    def answer(self, kind: int, number: int, tokens: list[int]) -> WalkReply | None:
+        """The reply to a command; None: it has none."""
+        if kind == END:
+            self._walks.pop(number, None)
+            return None
+        if kind == OPEN:
+            self._walks[number] = Walk(self._first.deep_copy(), self._make)
+        walk, began = self._walks[number], time.thread_time()
+        if kind == LOOK:
+            masks = walk.look(tokens)
+        else:
+            walk.take(tokens)
+            masks, tokens = [walk.mask], walk.forced
+        walk.cpu_s += time.thread_time() - began
+        failed = walk.failed or walk.cpu_s > MAX_WALK_CPU_S
+        return WalkReply(number, kind == LOOK, len(walk.tokens), failed, 0, tokens, masks)
+
+
+class Walk:
+    """One answer's way through its grammar.
+
+    Matchers of one grammar share what their lexers have learned, and so its limits. One that is beyond them is made
+    again from all its tokens, and fails only if that fails, too: whether an answer fails does not depend on others.
+
+    Args:
+        make: a matcher that shares nothing.
+    """
+
+    def __init__(self, matcher: LLMatcher, make: Callable[[], LLMatcher]) -> None:
+        self._matcher, self._make = matcher, make
+        self.tokens: list[int] = []  # those that it has taken
+        self.cpu_s = 0.0
+        self.mask: int | memoryview = 0  # of the token that comes next
+        # Tokens that could only come next when they were computed, and how many of them have come. llguidance tokenizes
+        # all of a long forced text to name them, and would again for each mask.
+        self._forced: list[int] = []
+        self._num_came = 0
+        # What was looked at last: tokens that may come next, the mask after each, and a matcher after the last one.
+        self._ahead: list[int] = []
+        self._masks_ahead: list[int | memoryview] = []
+        self._matcher_ahead: LLMatcher | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._matcher.is_error())
+
+    @property
+    def forced(self) -> list[int]:
+        """Tokens that can only come next; there may be more."""
+        return self._forced[self._num_came : self._num_came + MAX_FORCED]
+
+    def take(self, tokens: list[int]) -> None:
+        """Go on with these tokens, and make the mask after them."""
+        self._ahead, self._masks_ahead, self._matcher_ahead = [], [], None
+        for token in tokens:
+            self._matcher.consume_token(token)
+            self.tokens.append(token)
+            if self._num_came < len(self._forced) and token == self._forced[self._num_came]:
+                self._num_came += 1
+            else:
+                self._forced, self._num_came = [], 0
+        if self._num_came < len(self._forced):
+            self.mask = self._forced[self._num_came]
+            return
+        self._forced, self._num_came = self._fill(), 0
+        if self._matcher.is_error():
+            self._matcher = self._made_after(self.tokens)
+            self._forced = self._fill()
+
+    def _fill(self) -> list[int]:
+        """Make the mask; the tokens that can only come next."""
+        is_over = self._matcher.is_error() or self._matcher.is_stopped()
+        forced = [] if is_over else self._matcher.compute_ff_tokens()  # before the mask, which needs them, too
+        bits = _mask(self._matcher)
+        self.mask = forced[0] if forced else bits
+        return forced
+
+    def look(self, tokens: list[int]) -> list[int | memoryview]:
+        """The masks after the first of these tokens, the first two, …; nothing may come where one is not allowed."""
+        if self._ahead != tokens[: len(self._ahead)]:
+            self._ahead, self._masks_ahead, self._matcher_ahead = [], [], None
+        for token in tokens[len(self._ahead) :]:
+            self._ahead.append(token)
+            self._masks_ahead.append(self._mask_ahead())
+        return self._masks_ahead
+
+    def _mask_ahead(self) -> int | memoryview:
+        count, forced = len(self._ahead), self._forced[self._num_came :]
+        if count < len(forced) and self._ahead == forced[:count]:
+            return forced[count]
+        matcher, rest = self._matcher_ahead, self._ahead[-1:]
+        if matcher is None:
+            matcher, rest = self._matcher.deep_copy(), self._ahead
+        self._matcher_ahead = matcher
+        if matcher.try_consume_tokens(rest) < len(rest) and not matcher.is_error():
+            return _NOTHING
+        mask = _mask(matcher)
+        if matcher.is_error():
+            self._matcher_ahead = matcher = self._made_after([*self.tokens, *self._ahead])
+            mask = _mask(matcher)
+        return mask
+
+    def _made_after(self, tokens: list[int]) -> LLMatcher:
+        """A matcher that shares nothing, after these tokens."""
+        matcher = self._make()
+        matcher.try_consume_tokens(tokens)
+        return matcher
+
+
+_NOTHING = memoryview(bytes(4))  # a mask of no token
+
+
+def _mask(matcher: LLMatcher) -> memoryview:
+    """The bits of what may come next; none of them where that is beyond a limit, the matcher's error then."""
+    bits = matcher.compute_bitmask()
+    return _NOTHING if matcher.is_error() else memoryview(bits)  # of an error they are those of the end
+
+
+# The process of one grammar
+
+LOWEST_PRIORITY = 19  # the highest niceness
+
+
+def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
+    """Compile the grammar that is asked for, and walk it until the engine has left."""
+    memory = _Memory()
+    frames = _frames(connection.makefile("rb"))
+    if (frame := next(frames, None)) is None:
+        return
+    order = msgspec.json.decode(frame, type=GrammarOrder)
+    most = memory.address_bytes() + order.max_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    os.nice(order.niceness)
+    with _limited(order.compile_s):
+        grammar = _compiled(order.key, trie, limits)
+    if isinstance(grammar, str):
+        connection.sendall(framed(msgspec.json.encode(GrammarReply(grammar))))
+        return
+    connection.sendall(framed(msgspec.json.encode(GrammarReply(num_kib=memory.own_kib))))
+    for frame in frames:
+        kind, walk, tokens = read_command(frame)
+        began = time.process_time()
+        # One that was walked elsewhere before has all its tokens at once.
+        with _limited(order.compile_s + 1e-3 * len(tokens) if kind == OPEN else order.step_s):
+            reply = grammar.answer(kind, walk, tokens)
+        if time.process_time() - began > SLOW_STEP_S:
+            os.nice(LOWEST_PRIORITY)
+        if reply is not None:
+            connection.sendall(framed(reply._replace(num_kib=memory.own_kib).encode()))
+
+
+def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any]) -> Grammar | str:
+    """A grammar, or why it is none."""
+    frame = json.loads(key)
+    found = answer(frame)
+    if "source" not in found:
+        return found["failed"] or "it cannot be read"
+    try:
+        return Grammar(found["source"], trie, limits)
+    except ValueError as error:
+        return failure(frame, found["source"], str(error))
+
+
+def _warm_up(trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
+    """Compile and walk grammars of each kind, so that what is made once, such as tables of Unicode, is there."""
+    schema = {"properties": {"a": {"pattern": r"\w"}, "b": {"enum": ["one", "two"]}}, "required": ["a", "b"]}
+    for wanted in ({"json": schema}, {"regex": r"\d+ of \d+"}, {"choice": ["the only text that there is"]}):
+        grammar = Grammar(answer(wanted)["source"], trie, limits)
+        reply = grammar.answer(OPEN, 0, [])
+        assert reply is not None
+        for kind in (LOOK, TAKE):
+            grammar.answer(kind, 0, list(reply.tokens[:1]))
+
+
+def _frames(stream: IO[bytes]) -> Iterator[bytes]:
+    while len(head := stream.read(HEAD.size)) == HEAD.size:
+        (length,) = HEAD.unpack(head)
+        yield stream.read(length)
+
+
+@contextlib.contextmanager
+def _limited(cpu_s: float) -> Iterator[None]:
+    """The kernel ends the process where this takes longer."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    try:
+        yield
+    except MemoryError:
+        os.abort()  # as llguidance does
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class _Memory:
+    """Memory of a process since it was forked."""
+
+    def __init__(self) -> None:
+        self._statm, self._page_kib = os.open("/proc/self/statm", os.O_RDONLY), resource.getpagesize() >> 10
+        self._at_first = self._anonymous_pages()
+
+    @property
+    def own_kib(self) -> int:
+        """Memory that the process shares with no other, from what the kernel counts anyway.
+
+        Each small page of its own has been a fault, and huge ones are new. It is within a third of the Private_Dirty
+        of /proc/self/smaps_rollup, which takes 2 ms to read.
+        """
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        return max(faults, self._anonymous_pages() - self._at_first) * self._page_kib
+
+    def address_bytes(self) -> int:
+        return self._pages()[0] * resource.getpagesize()
+
+    def _anonymous_pages(self) -> int:
+        _, resident, of_files, *_ = self._pages()
+        return resident - of_files
+
+    def _pages(self) -> list[int]:
+        return list(map(int, os.pread(self._statm, 200, 0).split()))
+
+
+# The process that forks
+
+
+def main() -> None:
+    """Make the trie, and fork a process for each grammar, until the engine has left; then end them all."""
+    control, children = socket.socket(fileno=0), set[int]()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    data, files, _, _ = socket.recv_fds(control, 1 << 16, 1)
+    if not data:
+        return
+    setup = json.loads(data)
+    with open(files[0], "rb") as file:
+        text = file.read()
+    try:
+        trie = LLTokenizer(_whole_texts(text), setup["vocab_size"], setup["eos_token_ids"])
+    except ValueError as error:
+        control.send(msgspec.json.encode(Forked(failed=str(error))))
+        return
+    _warm_up(trie, setup["limits"])  # for all processes together
+
+    def reap(*_: Any) -> None:
+        """Say how processes have ended."""
+        with contextlib.suppress(ChildProcessError, BrokenPipeError):  # there are no others; the engine has left
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                children.discard(found[0])
+                how = Forked(ended=found[0], status=os.waitstatus_to_exitcode(found[1]))
+                control.send(msgspec.json.encode(how))
+
+    signal.signal(signal.SIGCHLD, reap)
+    gc.collect()
+    gc.freeze()  # collections would write to pages that are shared
+    gc.disable()
+    try:
+        while True:
+            data, sockets, _, _ = socket.recv_fds(control, FORK_MESSAGE.size, 1)
+            if not data:
+                return
+            kind, number = FORK_MESSAGE.unpack(data)
+            if kind != FORK:
+                if number in children:  # else it has ended, and the number may be another's
+                    os.kill(number, signal.SIGKILL)
+                continue
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+            pid = os.fork()
+            if pid == 0:
+                _be_grammar(control, sockets[0], trie, setup["limits"])
+            children.add(pid)
+            control.send(msgspec.json.encode(Forked(started=pid)))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            os.close(sockets[0])
+    except (BrokenPipeError, ConnectionResetError):
+        return
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+
+
+def _be_grammar(control: socket.socket, descriptor: int, trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
+    """Serve one grammar in a forked process; never returns."""
+    status, errors = 0, os.fdopen(os.dup(2), "w")
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust says that there is no more memory
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        control.close()
+        _serve(socket.socket(fileno=descriptor), trie, limits)
+    except (BrokenPipeError, ConnectionResetError):
+        status = 0  # the engine has left
+    except BaseException:
+        traceback.print_exc(file=errors)
+        errors.flush()
+        status = 1
+    finally:
+        os._exit(status)
+
+
+def _whole_texts(tokenizer_json: bytes) -> str:
+    """A tokenizer that neither cuts texts nor fills them up."""
+    parts = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
+    null = msgspec.Raw(b"null")
+    return msgspec.json.encode({**parts, "truncation": null, "padding": null}).decode()
+
+
+if __name__ == "__main__":
+    main()

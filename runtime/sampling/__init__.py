@@ -1,0 +1,1 @@
+"""Parameters of sampling, and the sampler that picks tokens from logits."""

@@ -1,0 +1,93 @@
+"""A model's chat template, rendered in a process that can be stopped (template_worker.py)."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from enginewright.errors import EngineError, UsageError, shorten
+from enginewright.runtime.text.messages.history import forms, shows
+from enginewright.runtime.text.tokenizer import SPECIAL_TOKENS, TEMPLATE_NAMES
+from enginewright.runtime.text.worker_process import WorkerProcess
+
+MAX_TEMPLATE_CHARS = 1 << 20
+# What template_kwargs may not set: it comes from the request or the engine, or the template relies on it.
+RESERVED_NAMES = frozenset((*SPECIAL_TOKENS, *TEMPLATE_NAMES, "raise_exception", "strftime_now"))
+
+
+class ChatTemplate:
+    """A compiled template in a process of its own, which is started again where the template had to be stopped.
+
+    May be used from any thread; one conversation is rendered at a time.
+
+    Args:
+        source: Jinja.
+        now: the time that the template may print.
+
+    Raises:
+        EngineError: the template is too long, or no Jinja.
+    """
+
+    def __init__(self, source: str, now: Callable[[], datetime] = datetime.now) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise EngineError(
+                "the chat template is too long", f"{len(source)} characters, the limit is {MAX_TEMPLATE_CHARS}"
+            )
+        self._now = now
+        self._worker = WorkerProcess("enginewright.runtime.text.template_worker", source)
+        if why := self._worker.start():
+            raise EngineError("the chat template cannot be read", *why.values())
+
+    def close(self) -> None:
+        """End the process that renders."""
+        self._worker.close()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        names: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            names: the special tokens, by the names that templates know.
+            template_kwargs: further variables, such as Qwen3's enable_thinking.
+
+        Raises:
+            UsageError: the template refuses the messages, they hold what JSON does not, or a name is reserved.
+            EngineError: the template fails, or takes too long or too much memory.
+            WorkerLostError: something outside has ended the process that renders it, twice.
+        """
+        given = {} if template_kwargs is None else template_kwargs
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise UsageError(f"chat_template_kwargs is {shorten(given)}", "it must have values by name")
+        if reserved := sorted(RESERVED_NAMES & set(given)):
+            raise UsageError(f"chat_template_kwargs cannot set {', '.join(reserved)}", "the name is reserved")
+        variables = {**given, **names, "add_generation_prompt": add_generation_prompt}
+        replies = list[dict[str, str]]()
+        for form in forms(list(messages)):  # as a rule, the first one is shown
+            reply = self._ask({**variables, "messages": form})
+            if "too_long" in reply or ("text" in reply and shows(reply["text"], messages)):
+                replies = [reply]
+                break
+            replies.append(reply)
+        match next((reply for reply in replies if "text" in reply), replies[0]):
+            case {"text": text}:
+                return str(text)
+            case {"refused": why}:
+                raise UsageError("the model's chat template refuses these messages", why)
+            case {"too_long": why}:
+                raise EngineError("the chat template does not come to an end", why)
+            case reply:
+                raise EngineError("the chat template failed", reply["failed"])
+
+    def _ask(self, variables: Mapping[str, Any]) -> dict[str, str]:
+        """The template's reply to a conversation. Raises UsageError for what JSON does not hold."""
+        try:
+            conversation = json.dumps({"variables": variables, "now": self._now().isoformat()}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError("a message or a template argument holds what JSON does not", str(error)) from error
+        return self._worker.ask(conversation)

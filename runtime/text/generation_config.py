@@ -1,0 +1,41 @@
+"""What the runtime takes from generation_config.json, and what is wrong with one that it cannot take.
+
+As in transformers, null is a key that is not there; 0 turns a setting off, as published configs have it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from enginewright.errors import UsageError
+from enginewright.runtime.sampling.sampling import SamplingParams
+
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def fault_of(config: Mapping[str, Any], vocab_size: int) -> str | None:
+    """What is wrong with the first key that cannot be used, with its name; None where nothing is."""
+    do_sample = config.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        return f"do_sample must be true or false, not {_short(do_sample)}"
+    for key in SAMPLING_KEYS:
+        value = config.get(key)
+        if value is None or (type(value) in (int, float) and value == 0):
+            continue
+        try:
+            SamplingParams(**{key: value})
+        except UsageError as error:
+            return error.what[:200]
+    listed = config.get("eos_token_id")
+    for token in listed if isinstance(listed, list) else [listed]:
+        if token is None and not isinstance(listed, list):
+            break
+        if type(token) is not int:
+            return f"eos_token_id must be a token id or a list of some, not {_short(listed)}"
+        if not 0 <= token < vocab_size:
+            return f"eos_token_id names token {_short(token)}, and the model has {vocab_size}"
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

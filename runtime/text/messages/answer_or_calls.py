@@ -1,0 +1,77 @@
+"""A model's message that is an answer of some structure, or calls in its place."""
+
+import re
+
+from enginewright.runtime.text.messages.calls import Schemas
+from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, Text
+
+MAX_HEAD_CHARS = 256  # of a message, within which it is known to be calls
+_SPACE = re.compile(r"\s+")
+
+
+class AnswerOrCallsParser:
+    """Reads a message that after its reasoning is an answer or calls, whichever its first characters say; it is used
+    like a MessageParser.
+
+    All of an answer is text, whatever marks stand in it: reading it as calls would change JSON that follows its schema.
+
+    Args:
+        form: of a model that calls tools.
+        schemas, in_reasoning, several: as of a MessageParser.
+    """
+
+    def __init__(self, form: MessageFormat, schemas: Schemas, *, in_reasoning: bool, several: bool) -> None:
+        assert form.calls is not None
+        written = form.calls.written
+        before = written.first + written.before_name
+        begins = [before + name + written.before_arguments for name in schemas]  # of calls without a mark
+        self._openings = tuple(_SPACE.sub("", one) for one in ([form.calls.open] if form.calls.open else begins))
+        self._reasoning = MessageParser(MessageFormat(form.reasoning), in_reasoning=in_reasoning, only_first=True)
+        self._calls = MessageParser(MessageFormat(None, form.calls), schemas, several=several)
+        self._begun = ""  # what may begin either of them
+        self._is_answer: bool | None = None  # None: not known yet
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.num_calls
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True while the reasoning may go on."""
+        return self._reasoning.in_reasoning
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was pushed that may still become text."""
+        return self._reasoning.num_held + len(self._begun) + self._calls.num_held
+
+    def push(self, text: str) -> list[Piece]:
+        return self._sort(self._reasoning.push(text))
+
+    def end(self, *, is_cut: bool = False) -> list[Piece]:
+        """The pieces that were held back. Nothing comes after them.
+
+        Args:
+            is_cut: as of a MessageParser.
+        """
+        pieces = self._sort(self._reasoning.end(is_cut=is_cut))
+        return pieces + self._calls.push(self._begun) + self._calls.end(is_cut=is_cut)
+
+    def _sort(self, pieces: list[Piece]) -> list[Piece]:
+        """The same pieces, their texts read as the answer or as calls."""
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._take(piece.text) if isinstance(piece, Text) else [piece]
+        return found
+
+    def _take(self, text: str) -> list[Piece]:
+        if self._is_answer is None:
+            self._begun += text
+            begun = _SPACE.sub("", self._begun[:MAX_HEAD_CHARS])
+            is_calls = begun.startswith(self._openings)
+            may_be_calls = len(self._begun) < MAX_HEAD_CHARS and any(one.startswith(begun) for one in self._openings)
+            if may_be_calls and not is_calls:
+                return []
+            self._is_answer = not is_calls
+            text, self._begun = self._begun, ""
+        return [Text(text)] if self._is_answer else self._calls.push(text)

@@ -1,0 +1,286 @@
+"""A model's message as it comes, cut into reasoning, text and calls."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, groupby
+
+import msgspec
+
+from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.text.messages.calls import Arguments, Call, CallFormat, FoundCalls, Schemas, check_calls
+from enginewright.runtime.text.messages.source import Reading, Source
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """What stands around what a model thinks before it answers."""
+
+    open: str
+    close: str
+    marks: tuple[str, ...] = ()  # tokens that these are begun with
+
+
+class ReasoningPlace(Enum):
+    """Where in the reasoning a prompt ends."""
+
+    BEGUN = "begun"
+    OVER = "over"
+    POSSIBLE = "possible"  # the message may begin with it
+
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """How a model writes its messages; None: it does not."""
+
+    reasoning: ReasoningFormat | None = None
+    calls: CallFormat | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that a parser has to see, also where they are special tokens."""
+        reasoning, calls = self.reasoning, self.calls
+        found = [] if reasoning is None else [reasoning.open, reasoning.close, *reasoning.marks]
+        return tuple(filter(None, found + ([] if calls is None else [calls.open, calls.close, *calls.marks])))
+
+
+class Text(msgspec.Struct, frozen=True):
+    """Of a message, for the user."""
+
+    text: str
+    tokens: tuple[SampledToken, ...] = ()  # that it is written with, where somebody asks for their log-probabilities
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+Piece = Text | Reasoning | Call | Arguments
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, neighbours of one kind as one; but calls, each of which is whole."""
+    whole: list[Piece] = []
+    for kind, group in groupby(pieces, type):
+        same = list(group)
+        if kind is Call:
+            whole += same
+            continue
+        one = kind("".join(piece.text for piece in same if not isinstance(piece, Call)))
+        if isinstance(one, Text):
+            tokens = chain.from_iterable(piece.tokens for piece in same if isinstance(piece, Text))
+            one = Text(one.text, tuple(tokens))
+        whole.append(one)
+    return whole
+
+
+class PieceParser(ABC):
+    """Takes a message's text in pieces of any size: the same text gives the same message, wherever it is cut.
+
+    Args:
+        schemas: of the tools that may be called; None: there are none, and what looks like a call is text.
+        several: calls after the first are given, too.
+    """
+
+    def __init__(self, schemas: Schemas | None, *, several: bool) -> None:
+        self._schemas, self._several = schemas or {}, several
+        self._source = Source()
+        self._pieces: list[Piece] = []  # that were not given yet
+        self._found: FoundCalls | None = None  # the calls that are being read
+        self._is_wanted = True  # whether the latest call is given, or is one too many
+        self._reading = self._read()
+        self.num_calls = 0
+
+    @property
+    @abstractmethod
+    def in_reasoning(self) -> bool:
+        """True if the next text may go on with the reasoning."""
+
+    @abstractmethod
+    def _read(self) -> Reading[None]:
+        """Read the message."""
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of what was pushed that may still become text."""
+        return self._source.num_held
+
+    def push(self, text: str) -> list[Piece]:
+        self._source.feed(text)
+        return self._go_on()
+
+    def end(self, *, is_cut: bool = False) -> list[Piece]:
+        """The pieces that were held back. Nothing comes after them.
+
+        Args:
+            is_cut: the model would have gone on. Then the beginning of a call is no text, and arguments are given as
+                far as they have come.
+        """
+        self._source.is_ended, self._source.is_cut = True, is_cut
+        return self._go_on()
+
+    def _go_on(self) -> list[Piece]:
+        next(self._reading, None)
+        if self._found is not None and self._found.is_certain:
+            self._give(self._found.take())
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _read_calls(self, found: FoundCalls, reading: Reading[None], *, may_be_cut: bool) -> Reading[bool]:
+        """Read calls and give them.
+
+        Args:
+            may_be_cut: what is no call yet is none of the text, either, where the message is cut.
+
+        Returns:
+            Whether there is nothing else in what was read; else the source still keeps it.
+        """
+        self._found = found
+        try:
+            yield from reading
+            calls = found.end()
+            if not found.is_certain:
+                check_calls(calls)
+        except ValueError:
+            source = self._source
+            is_over = source.met_end and (found.is_certain or (source.is_cut and may_be_cut))
+            if is_over:
+                source.take_rest()
+            if is_over and source.is_cut:
+                self._give(found.end())
+            elif found.is_certain:
+                self._give(found.take())
+            return is_over
+        finally:
+            self._found = None
+        self._give(calls)
+        return True
+
+    def _give(self, calls: Sequence[Call | Arguments]) -> None:
+        for piece in calls:
+            if isinstance(piece, Call):
+                self._is_wanted = self._several or not self.num_calls
+                self.num_calls += self._is_wanted
+            if self._is_wanted:
+                self._pieces.append(piece)
+
+
+class MessageParser(PieceParser):
+    """Reads messages with marks around their parts.
+
+    A call of a tool that may be called comes with its name, and then its arguments as they are written, where the form
+    has them as JSON; it is one then, whatever follows. Other calls, and those in the reasoning, which they end, come
+    whole, once they have ended. What looks like a call and cannot be read stays text, as it was written. White space
+    between the parts of a message is of none of them.
+
+    Args:
+        form: the model's.
+        schemas, several: as of a PieceParser.
+        in_reasoning: the prompt has begun the reasoning.
+        only_first: nothing but reasoning at the beginning is looked for.
+    """
+
+    def __init__(
+        self,
+        form: MessageFormat,
+        schemas: Schemas | None = None,
+        *,
+        in_reasoning: bool = False,
+        several: bool = True,
+        only_first: bool = False,
+    ) -> None:
+        super().__init__(schemas, several=several)
+        self._only_first, self._reasoning = only_first, form.reasoning
+        self._calls = form.calls if schemas and not only_first else None
+        self._in_reasoning = in_reasoning
+        self._is_at_start = in_reasoning  # or after a mark: white space is left out
+        self._has_text = False  # for the user; calls without a mark come before any
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._in_reasoning
+
+    def _read(self) -> Reading[None]:
+        source, calls, reasoning = self._source, self._calls, self._reasoning
+        if self._only_first and reasoning is not None and not self._in_reasoning:
+            yield from source.space()
+            if (yield from source.has(reasoning.open)):
+                self._begin(in_reasoning=True)
+        while True:
+            if calls is not None and calls.begins and not self._has_text and not self._in_reasoning:
+                yield from source.space()
+                if (yield from source.starts_with(calls.begins)):
+                    yield from self._read_block(calls)
+            mark = yield from source.give_up_to(self._release, *self._marks())
+            if not mark:
+                break
+            yield from source.has(mark)
+            if calls is not None and mark == calls.open:
+                yield from self._read_block(calls)
+            else:
+                self._begin(in_reasoning=not self._in_reasoning)
+        rest = source.take_rest()  # the prefix of a mark, if there is any
+        if rest and source.is_cut and not self._in_reasoning and calls is not None and calls.open.startswith(rest):
+            source.drop()
+        self._release(is_whole=True)
+
+    def _marks(self) -> tuple[str, ...]:
+        """What is looked for where it stands."""
+        marks = [] if self._calls is None else [self._calls.open]
+        if self._reasoning is not None and self._in_reasoning:
+            marks.append(self._reasoning.close)
+        elif self._reasoning is not None and not self._only_first:
+            marks.append(self._reasoning.open)
+        return tuple(filter(None, marks))
+
+    def _begin(self, *, in_reasoning: bool) -> None:
+        """Another part of the message begins after a mark."""
+        self._source.drop()
+        self._in_reasoning, self._is_at_start = in_reasoning, True
+
+    def _read_block(self, calls: CallFormat) -> Reading[None]:
+        """Read calls after their mark, or text where there are none."""
+        source, reasoning = self._source, self._reasoning
+        found = FoundCalls(source, self._schemas, is_streamed=calls.is_streamed and not self._in_reasoning)
+        closing = (calls.open, calls.close) if calls.close else ()
+        source.stops = (*closing, reasoning.close) if reasoning is not None and self._in_reasoning else closing
+        block = self._read_whole_block(calls, found)
+        if (yield from self._read_calls(found, block, may_be_cut=not self._in_reasoning)):
+            self._begin(in_reasoning=False)
+        else:
+            self._is_at_start |= found.is_certain
+            self._release()
+
+    def _read_whole_block(self, calls: CallFormat, found: FoundCalls) -> Reading[None]:
+        """Read calls and what closes them: a mark, the next call, or the end of the message."""
+        source = self._source
+        yield from calls.read(source, found)
+        if calls.open and not calls.close:
+            return
+        yield from source.space()
+        if calls.close and ((yield from source.has(calls.close)) or (yield from source.starts_with(calls.open))):
+            return
+        if not (yield from source.at_end()):
+            raise ValueError("more than calls")
+
+    def _release(self, text: str = "", *, is_whole: bool = False) -> None:
+        """Give what was read as text, but for white space at its end, which may stand before a mark.
+
+        Args:
+            text: what was read last.
+            is_whole: nothing comes after it.
+        """
+        if text.isspace():
+            return
+        kept = self._source.take_back()
+        given = kept if is_whole else kept.rstrip()
+        self._source.keep(kept[len(given) :])
+        if self._is_at_start:
+            given = given.lstrip()
+        if given:
+            self._is_at_start = False
+            self._has_text |= not self._in_reasoning
+            self._pieces.append(Reasoning(given) if self._in_reasoning else Text(given))
