@@ -224,7 +224,7 @@ def malformed() -> list[tuple[str, dict[str, Any]]]:
         ("'bias' must have 32 columns", {"bias": weight(torch.zeros(31))}),
         ("'bias' must be f32", {"bias": weight(vector.bfloat16())}),
         ("no operand 'scale'", {"scale": weight(vector)}),
-        ("no zeros behind", {"weight": weight(torch.zeros(32, 40).bfloat16(), "r16"), "x": 40, "view": True}),
+        ("no zeros after", {"weight": weight(torch.zeros(32, 40).bfloat16(), "r16"), "x": 40, "view": True}),
     ]
 
 

@@ -336,7 +336,7 @@ class PagedAttention final : public Kernel {
     return kv;
   }
 
-  // `heads` KV heads of what split_kv() leads to; none where `split` is behind the sequence, or heads < 1.
+  // `heads` KV heads of what split_kv() leads to; none where `split` is after the sequence, or heads < 1.
   void look_ahead(int64_t s, int64_t kv_head, int64_t heads, int64_t low, int64_t high, int64_t split,
                   Ahead<S>& ahead) const {
     const int32_t* blocks = block_table_.as<const int32_t>() + s * block_table_.stride;
@@ -352,11 +352,11 @@ class PagedAttention final : public Kernel {
   }
 
   // out[token, head] = o / sum. The added zero turns -0 into 0: the sign of a zero is all that positions
-  // behind a query could change.
+  // after a query could change.
   void write(int64_t token, int64_t head, const float* partial) const {
     const RowWriter<S> row(out_, token);
     const auto inverse = sinks_ == nullptr ? S::set1(1.0f / partial[keys_.dim_pad + 1])
-                                           : split_.inverse_beside(sinks_[head], partial);
+                                           : split_.inverse_with_sink(sinks_[head], partial);
     const auto value = [&](int64_t i) { return S::fma(S::load(partial + i), inverse, S::zero()); };
     int64_t i = 0;
     for (; i + 16 <= value_dim_; i += 16) row.put(head * value_dim_ + i, value(i));

@@ -4,7 +4,7 @@
 // KV pools are B tiles as they lie in memory: 16 lines of K are 32 dims x 16 positions, 16 rows of V are 32
 // positions x 16 dims. A tiles are up to 16 queries, or their p; C goes straight to the scores, or to the
 // partial rows. TDPBF16PS adds 32 dims, or 32 positions, at a time: steps aligned to absolute 0 make a
-// query's bits the same wherever a tile begins and whatever it holds besides.
+// query's bits the same wherever a tile begins and whatever else it holds.
 #pragma once
 
 #include "attention_split.h"

@@ -51,7 +51,7 @@ class AmxSplitAttentionI8 : public SplitAttentionI8<Avx512> {
   static constexpr int64_t kHalf = 16, kStep = 32;
   static constexpr int64_t kFewRows = 8;  // up to which KV that comes from memory is what takes the time
 
-  // Lower bytes of a row's weights, and behind those of all positions the upper ones.
+  // Lower bytes of a row's weights, and after those of all positions the upper ones.
   static void store_bytes(int8_t* row, int64_t position, F weights) {
     const __m512i words = _mm512_cvtps_epi32(weights);
     auto* low = reinterpret_cast<__m128i*>(row + position);

@@ -2,7 +2,7 @@
 // (arXiv:2405.04434).
 //
 // The plane lies as keys do. What multiplies values wants them in pairs of positions, so a split's are laid
-// out anew in scratch that stays in L2, once for all the queries of a tile, and the split's own kernel does
+// out again in scratch that stays in L2, once for all the queries of a tile, and the split's own kernel does
 // the rest.
 #pragma once
 

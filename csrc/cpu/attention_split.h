@@ -137,7 +137,7 @@ class SplitBase {
 
   // What o of a partial row is multiplied by where a sink, a logit that belongs to no position, joins the sum
   // (https://arxiv.org/abs/2309.17453): e^(max s - m) / (sum e^(max s - m) + e^(sink - m)), m the larger.
-  F inverse_beside(float sink, const float* total) const {
+  F inverse_with_sink(float sink, const float* total) const {
     const F own = S::set1(total[width_]), other = S::set1(sink * kLog2e), max = S::max(other, own);
     const F keep = exp2_of_negative<S>(S::sub(own, max)), take = exp2_of_negative<S>(S::sub(other, max));
     return S::div(keep, S::fma(S::set1(total[width_ + 1]), keep, take));

@@ -277,7 +277,7 @@ void Executor::stage(const Input& input, const InputArray& array, const Sizes& s
 }
 
 std::byte* Executor::arena(int64_t offset_bytes, int64_t bytes) const {
-  require(checked_add(offset_bytes, bytes) <= arena_->bytes(), "a buffer ends behind the arena");
+  require(checked_add(offset_bytes, bytes) <= arena_->bytes(), "a buffer ends after the arena");
   return arena_->data() + offset_bytes;
 }
 

@@ -40,10 +40,10 @@ struct WeightSpec {
   DType dtype;
   Layout layout;
   int64_t rows, columns;
-  int64_t matrices = 1;  // of so many rows and columns, one behind the other
+  int64_t matrices = 1;  // of so many rows and columns, one after the other
 };
 
-// One kernel in one step. nanoseconds: from the barrier before it to the one behind it.
+// One kernel in one step. nanoseconds: from the barrier before it to the one after it.
 struct KernelProfile {
   int64_t nanoseconds;
   Work work;

@@ -1,12 +1,12 @@
-// What stands around the products of experts (plugins/experts/route.py, sort_rows.py and combine_experts.py say the
-// mathematics; gemm_kernel.h has the products).
+// What stands around the products of experts (plugins/experts/route.py, sort_rows.py and combine_experts.py
+// say the mathematics; gemm_kernel.h has the products).
 //
 //   route@1            x: f32 [tokens, K]; weight: bf16 r16_columns [E, K]; bias?, correction?: f32 [E];
 //                      places: i32 [tokens, top]; share: f32 [tokens, top]; starts: i32 [1, E + 1];
 //                      scores: f32 [tokens, E rounded up to 16], which only this kernel uses
 //   sort_rows@1        x: f32 [tokens, K]; places; out: f32 or bf16 [tokens * top, K], or i8 as quantize.h
 //   has
-//                      it, with scale: f32 [tokens * top, runs] beside it
+//                      it, with scale: f32 [tokens * top, runs]
 //   combine_experts@1  y: f32 [tokens * top, H]; places; share; shared?: f32 [tokens, H]; gate?: f32 [tokens,
 //                      1]; out: f32 [tokens, H]
 //

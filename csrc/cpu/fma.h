@@ -3,12 +3,12 @@
 //
 // The order of rounding is one FMA a k, for k from 0 up: acc = fma(x[k], w[k], acc).
 //
-// S offers, beside what simd_portable.h says:
+// S offers, in addition to what simd_portable.h says:
 //
 //   Part, Bits                     a register of part_floats floats, and of as many words
 //   part_zero part_load part_store part_broadcast(ptr) part_fma(a, b, c) load_bits
 //   low_bf16 high_bf16             of a pair of bf16 in each word, as Part
-//   byte_on_top(Bits, k)           byte k of each word on top of it, zeros behind
+//   byte_on_top(Bits, k)           byte k of each word on top of it, zeros after
 //   part_of_words(Bits)            words as floats
 //   part_of_e4m3(Bits)             words with an e4m3 on top as floats
 //   fma_rows, fma_blocks           a tile whose accumulators fit the registers
@@ -186,7 +186,7 @@ constexpr int few_blocks = (M == 1   ? 8
                                      : 2) /
                            parts<S>;
 
-// Lines of N blocks of weights, each line_bytes apart; behind the end of these lines, those that come next
+// Lines of N blocks of weights, each line_bytes apart; after the end of these lines, those that come next
 // stand `jump` bytes further on.
 template <int N>
 struct Lines {

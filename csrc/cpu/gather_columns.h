@@ -3,7 +3,7 @@
 //   gather_columns@1  out[i, j] = x[i, columns[j]], or kLacking where columns[j] is -1
 //
 // x: f32 [rows, K]; columns: i32 weight [N], each in [-1, K); out: f32 or bf16 [rows, N], or i8 as quantize.h
-// has it, with scale: f32 [rows, runs] beside it.
+// has it, with scale: f32 [rows, runs].
 #pragma once
 
 #include "operands.h"

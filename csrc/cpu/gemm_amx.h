@@ -56,8 +56,8 @@ constexpr int64_t kPanel = 32, kHalf = 16;   // tokens
 constexpr int64_t kPieceBytes = 1280;        // of a row of x, at most
 constexpr int64_t kAmxStripBytes = 1 << 19;  // of weights as tiles; these machines have 2 MB of L2
 
-// Two blocks of weights come from memory, tile by tile, now that `at` bytes behind the start of each:
-// prefetches what is wanted soon of them, and then of the two behind them.
+// Two blocks of weights come from memory, tile by tile, now that `at` bytes after the start of each:
+// prefetches what is wanted soon of them, and then of the next two.
 ENGINEWRIGHT_INLINE void prefetch_ahead(const std::byte* blocks, int64_t at, int64_t block_bytes) {
   constexpr int64_t kAheadBytes = 8 * kTileBytes;
   const int64_t ahead = at + kAheadBytes;

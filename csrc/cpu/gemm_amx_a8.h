@@ -2,8 +2,8 @@
 // since the sum of a run is exact, and what follows it is fp32 in the same order.
 //
 // A tile of sums is worth one run: those of a few runs wait in L1, to become fp32, to be scaled, and added in
-// registers. That is what limits the whole: beside the tile unit one port is left for vectors of 512 bits, so
-// that a run of 64 takes about 50 cycles a tile, of which its product takes 16.
+// registers. That is what limits the whole: next to the tile unit one port is left for vectors of 512 bits,
+// so that a run of 64 takes about 50 cycles a tile, of which its product takes 16.
 //
 // A panel of 32 tokens meets two blocks of weights at a time: 2 A tiles x 2 B tiles. Weights of 4 bits become
 // bytes once a strip, which then stays in L2, less their zero: signed, as TDPBSSD wants them.
@@ -167,7 +167,7 @@ class GemmA8Amx {
   }
 
   // A store waits for the products before it, so a half is stored while the other one is multiplied: the
-  // second half, to `before`, in the run behind its own.
+  // second half, to `before`, in the run after its own.
   template <int N, int halves, bool from_memory>
   ENGINEWRIGHT_INLINE void multiply(const Panel& panel, int64_t block, int64_t g, Waiting<N> (&now)[halves],
                                     Waiting<N>* before) const {
@@ -206,7 +206,7 @@ class GemmA8Amx {
     if (N > 1) Amx::store<C + 1>(to[N - 1], kTileRowBytes);
   }
 
-  // sums += the runs from g on, scaled, in their order. Rows behind the panel's tokens get anything.
+  // sums += the runs from g on, scaled, in their order. Rows after the panel's tokens get anything.
   template <int N, int halves>
   ENGINEWRIGHT_INLINE void fold(const Panel& panel, int64_t block, int64_t g, int64_t runs,
                                 const Waiting<N> (*waiting)[halves]) const {

@@ -1,6 +1,6 @@
 // GEMM by fp32 FMAs: out = x · weightᵀ, weights bf16, i8 or e4m3 (gemm_operands.h has the shapes).
 //
-// Why not gemm.h: without a dot product of bf16 each line of weights would be expanded anew for every few
+// Why not gemm.h: without a dot product of bf16 each line of weights would be expanded again for every few
 // tokens, in the registers that the accumulators need.
 //
 // Up to few_rows tokens, weights pass from memory through registers, a line at a time. With more, weights
@@ -127,7 +127,7 @@ class GemmFma {
     finish_.blocks(row, rows, block, blocks, acc, rows * 16);
   }
 
-  // A chunk of x past the blocks n … blocks - 1 behind `block`, N at once while there are N.
+  // A chunk of x past the blocks n … blocks - 1 after `block`, N at once while there are N.
   template <int N>
   void pass_chunk(const float* x, int64_t rows, int64_t at, int64_t count, int64_t block, int64_t n,
                   int64_t blocks, float* weights, float* acc) const {

@@ -4,7 +4,7 @@
 // A product is a class over GemmOperands with `run(tokens, units, scratch)`: its first rows past some units
 // of its weight, which come from memory `passes(tokens)` times. What it computes for a row depends on nothing
 // else. So threads share what there is to do as
-// it suits them: without experts, units; with experts, all experts' units one behind the other, by what they
+// it suits them: without experts, units; with experts, all experts' units one after the other, by what they
 // cost, so that few threads meet in an expert, and weights of experts without rows are never touched.
 #pragma once
 
@@ -44,7 +44,7 @@ class GemmKernel final : public Kernel {
   }
 
  private:
-  // Units of all experts lie one behind the other on a scale of costs; a thread has those that begin in its
+  // Units of all experts lie one after the other on a scale of costs; a thread has those that begin in its
   // part of it.
   void run_experts(Worker& worker) const {
     int64_t total = 0;
@@ -54,7 +54,7 @@ class GemmKernel final : public Kernel {
     for (int64_t e = 0; e < g_.experts && begin < high; ++e) {
       const int64_t each = cost_of(e), end = begin + each * g_.units;
       if (each != 0 && low < end) {
-        const Range mine{first_behind(low - begin, each), first_behind(high - begin, each)};
+        const Range mine{first_from(low - begin, each), first_from(high - begin, each)};
         const GemmOperands one = g_.of_expert(e, g_.starts[e]);
         if (mine.begin < mine.end) Product(one).run(rows_of(e), mine, worker.scratch);
       }
@@ -64,8 +64,8 @@ class GemmKernel final : public Kernel {
 
   int64_t rows_of(int64_t e) const { return g_.starts[e + 1] - g_.starts[e]; }
   int64_t cost_of(int64_t e) const { return rows_of(e) == 0 ? 0 : kRowsOfWeights + rows_of(e); }
-  // The first unit that begins at `distance` or behind it.
-  int64_t first_behind(int64_t distance, int64_t each) const {
+  // The first unit that begins at `distance` or after it.
+  int64_t first_from(int64_t distance, int64_t each) const {
     if (distance <= 0) return 0;
     const int64_t unit = (distance + each - 1) / each;
     return unit < g_.units ? unit : g_.units;

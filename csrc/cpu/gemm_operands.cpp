@@ -54,7 +54,7 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
   k_pad = weight.stride;
   block_bytes = bytes_of(weight.dtype, 16 * k_pad);
   require_columns(x_operand, weight.columns);
-  require(x.columns + x.pad >= k_pad, "'x' has no zeros behind its columns up to a multiple of 64");
+  require(x.columns + x.pad >= k_pad, "'x' has no zeros after its columns up to a multiple of 64");
   require(x_operand.kind == Operand::Kind::arena && out_operand.kind == Operand::Kind::arena,
           "'x' and 'out' must be buffers");
   require_columns(out_operand, outputs);

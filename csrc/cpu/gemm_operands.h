@@ -22,7 +22,7 @@
 // rows, scale, zero and bias have 2F, and out [M, F] = act(gate) * up.
 //
 // With starts: i32 [1, E + 1] the weight is E matrices, and scales, zeros and biases are E times as many, one
-// behind the other; rows [starts[e], starts[e + 1]) of x meet the e-th (experts.h).
+// after the other; rows [starts[e], starts[e + 1]) of x meet the e-th (experts.h).
 #pragma once
 
 #include "kernel.h"

@@ -28,7 +28,7 @@ class HeadGemm final : public Kernel {
             "the rows of 'weight' must be a multiple of 16 for each of 'heads'");
     require_columns(x, heads * weight.columns);
     require_columns(out, heads * rows);
-    // A head's last line of x goes on into the next head, whose numbers meet the zeros behind the weight's
+    // A head's last line of x goes on into the next head, whose numbers meet the zeros after the weight's
     // columns.
     require((heads - 1) * weight.columns + weight.stride <= x.stride,
             "'x' ends before a line of its last head does");

@@ -6,7 +6,7 @@
 #include "isa_begin.h"
 #include "simd_avx512_bf16.h"
 
-// Behind it, since they use Avx512.
+// After it, since they use Avx512.
 #include "attention.h"
 #include "attention_amx.h"
 #include "attention_amx_i8.h"

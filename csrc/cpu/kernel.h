@@ -3,7 +3,7 @@
 // A kernel is built once from its operands and attributes; there it checks dtypes and shapes and throws
 // std::invalid_argument when they do not fit (operands.h has the helpers). run() is called by all threads of
 // the pool at once and never allocates, throws, or blocks except in Worker::sync(). The executor puts a
-// barrier behind every kernel.
+// barrier after every kernel.
 //
 // How to write one: a header `x.h` with a `template <class S> class X final : public Kernel` in
 // `namespace enginewright { namespace {`, and one line in table.h. S is the instruction set (simd_portable.h
@@ -28,10 +28,10 @@
 namespace enginewright {
 
 // The sizes that every step has, by their positions (enginewright/plan.py: COMMON_DIMS). A plan may have
-// others behind them: a kernel finds these in the rows of its operands.
+// others after them: a kernel finds these in the rows of its operands.
 constexpr size_t kTokens = 0, kSequences = 1, kLogitRows = 2, kMostDims = 8;
 
-// Sizes of one step, or their limits, by the positions of the plan's dims; 0 behind the last one.
+// Sizes of one step, or their limits, by the positions of the plan's dims; 0 after the last one.
 using Sizes = std::array<int64_t, kMostDims>;
 
 // constant + sum of factor * size.
@@ -68,8 +68,8 @@ inline bool by_columns(Layout layout) {
 }
 
 // A plane of a paged cache in one layer. dim is padded with zeros to a multiple of 32 (dim_pad). Block b and
-// head h have a tile of tile_bytes, b * block_stride + h * tile_bytes bytes behind `data`: the numbers of all
-// its tokens, and behind them, where these are codes, their scales. How both lie is what the kernels say that
+// head h have a tile of tile_bytes, b * block_stride + h * tile_bytes bytes after `data`: the numbers of all
+// its tokens, and after them, where these are codes, their scales. How both lie is what the kernels say that
 // write them; kv.h does of attention's planes. A slot is block * block_size + position in the block. A plane
 // is 64-byte aligned, and a block of zero bytes holds zeros.
 struct CachePlane {
@@ -86,7 +86,7 @@ struct CachePlane {
 };
 
 // A tensor of a recurrent state in one layer: `elements` numbers a sequence. Those of a slot start
-// slot * slot_stride bytes behind `data`; how they lie is what the kernel says that writes them.
+// slot * slot_stride bytes after `data`; how they lie is what the kernel says that writes them.
 struct StateTensor {
   std::byte* data;
   DType dtype;
@@ -99,7 +99,7 @@ struct StateTensor {
 
 // A matrix with a fixed address. A row starts every `stride` elements; in arena buffers the stride is a
 // multiple of 64, and a kernel that writes bf16 or i8 to a whole buffer (pad > 0) also writes zeros to the
-// `pad` columns behind `columns`, so that GEMMs may read K_pad columns of it. Step inputs are i32; where
+// `pad` columns after `columns`, so that GEMMs may read K_pad columns of it. Step inputs are i32; where
 // their columns depend on the step (block tables) `columns` and `stride` are those at the limits, and only
 // the step's own columns hold values.
 struct Operand {
@@ -112,7 +112,7 @@ struct Operand {
   int64_t pad = 0;
   int64_t max_rows = 0;  // rows at the limits
   int64_t bytes = 0;     // of a weight, as it is stored
-  int64_t matrices = 1;  // of a weight: so many of these rows and columns, one behind the other
+  int64_t matrices = 1;  // of a weight: so many of these rows and columns, one after the other
   Linear width{};        // of a step input alone: its columns in a step
   CachePlane plane{};    // of a cache operand alone
   StateTensor state{};   // of a state operand alone

@@ -10,8 +10,8 @@
 // line may be different threads' work: they write different bytes.
 //
 // Numbers of 4 bits (u4) are bf16(scale * code + zero), with a bf16 scale and zero for each 32 dims of a
-// token and head (plugins/attention/kv_write.py has the rule). Two codes of a token share a byte, the first one in its
-// lower half, and two tokens never do:
+// token and head (plugins/attention/kv_write.py has the rule). Two codes of a token share a byte, the first
+// one in its lower half, and two tokens never do:
 //
 //   key    u4      [block_size / 16][dim_pad / 4][16 tokens][2]   byte i: dims i and i + 2 of the four
 //          scales  [block_size / 16][dim_pad / 32][scale, zero][16 tokens]
@@ -205,7 +205,7 @@ class KvWriter {
     round(query, keys_.dim, out);
   }
 
-  // The key and the value of a slot and a head, head_dim floats each; behind the key's is room for dim_pad.
+  // The key and the value of a slot and a head, head_dim floats each; after the key's is room for dim_pad.
   void write(float* key, const float* value, int64_t slot, int64_t head, std::byte* scratch) const {
     const int64_t at = slot % keys_.block_size;
     const int64_t tile = slot / keys_.block_size * keys_.block_stride + head * keys_.tile_bytes;
@@ -257,7 +257,7 @@ class KvWriter {
     for (int64_t i = 0; i < width; ++i) values[4 * i] = value[i];
   }
 
-  // value: room for a head, and for its codes behind it.
+  // value: room for a head, and for its codes after it.
   void write_u4(float* key, const float* v, int64_t at, int64_t tile, float* value) const {
     const int64_t width = keys_.dim_pad, dim = keys_.dim;
     hadamard<S>(key, dim);

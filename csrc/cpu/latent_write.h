@@ -1,4 +1,5 @@
-// What latent attention reads of new tokens (arXiv:2405.04434; plugins/attention/latent_attention.py has the formulas).
+// What latent attention reads of new tokens (arXiv:2405.04434; plugins/attention/latent_attention.py has the
+// formulas).
 //
 //   latent_write@1  q_out: bf16 [tokens, heads * (C + R)], each head its C columns of q, then its R columns
 //   of

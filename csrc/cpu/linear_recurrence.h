@@ -1,4 +1,4 @@
-// Linear recurrences: a state for each head, [K, V], that decays, takes up a token's value under its key, and
+// Linear recurrences: a state for each head, [K, V], that decays, adds a token's value under its key, and
 // is read with its query. Token by token, in fp32.
 //
 //   gated_delta@1      The gated delta rule, Yang et al. 2024 (arXiv:2412.06464).
@@ -18,7 +18,7 @@
 //
 // Columns of V know nothing of each other: a few are taken through a tile of tokens with their part of S in
 // the first cache. Rows of S are summed in kSums sums, by their index, and these in one tree. Threads share
-// heads, parts of their columns where there are few, and in these sequences; so a long prompt beside others
+// heads, parts of their columns where there are few, and in these sequences; so a long prompt among others
 // is every thread's.
 #pragma once
 
@@ -105,7 +105,7 @@ class LinearRecurrence final : public Kernel {
   static constexpr int kVectors = S::tile_blocks / 2;
   static constexpr int64_t kGroup = 16 * kVectors;  // columns
 
-  // What S is multiplied with before a token. Of S^T k the decay of a head is behind the sum; that of a row
+  // What S is multiplied with before a token. Of S^T k the decay of a head is after the sum; that of a row
   // is in what the row is multiplied with, (rows).
   struct HeadDecay {
     float factor;
@@ -122,7 +122,7 @@ class LinearRecurrence final : public Kernel {
     const float *query, *key;  // (rows), normalized
     const float* held;         // (rows), what is read of S: the key, with its rows' decays
     Decay decay;
-    float beta;          // what a value is taken up with
+    float beta;          // factor of a value that is added
     const float* value;  // of the head
     float* out;
     float skip;
@@ -231,7 +231,7 @@ class LinearRecurrence final : public Kernel {
     const auto store = [=](float* p, F x) { tail ? S::store_first(p, x, n) : S::store(p, x); };
     F sums[kSums][V], taken[V];
     ENGINEWRIGHT_UNROLL for (int v = 0; v < V; ++v) { taken[v] = load(token.value + column + 16 * v); }
-    if constexpr (Delta) {  // what S holds under the key already is not taken up again
+    if constexpr (Delta) {  // what S already holds under the key is not added again
       clear<V>(sums);
       const auto read = [&](int64_t i, int p) __attribute__((always_inline)) {
         const F k = S::set1(token.held[i]);

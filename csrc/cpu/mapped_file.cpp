@@ -29,7 +29,7 @@ std::mutex adding;  // of those who add to the list; the handler does without it
 uintptr_t page_bytes = 0;
 struct sigaction previous;
 
-// Puts zeros where a range holds the address and behind it. Another thread may do the same at the same time.
+// Puts zeros where a range holds the address and after it. Another thread may do the same at the same time.
 bool replaced(uintptr_t address) {
   const uintptr_t page = address / page_bytes * page_bytes;
   bool found = false;

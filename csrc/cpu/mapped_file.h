@@ -8,8 +8,8 @@ namespace enginewright {
 struct MappedRange;
 
 // While one exists, a page of the mapping that cannot be read does not end the process by SIGBUS: it reads as
-// zeros from then on, as does all of the mapping behind it, and `faulted` is true. Whoever computes with the
-// mapping has to look at `faulted` afterwards, before using a result.
+// zeros from then on, as does all of the mapping after it, and `faulted` is true. A kernel that computes with
+// the mapping has to look at `faulted` afterwards, before using a result.
 class MappedFile {
  public:
   MappedFile(const void* data, int64_t bytes);  // data: where a page begins

@@ -33,7 +33,7 @@ Memory::Memory(int64_t bytes) : bytes_(bytes) {
 
 Memory::~Memory() {
   if (data_ == nullptr) return;
-  unpoison(data_ - kGuardBytes, mapped_bytes());  // whoever gets these addresses next
+  unpoison(data_ - kGuardBytes, mapped_bytes());  // for the next owner of these addresses
   munmap(data_ - kGuardBytes, static_cast<size_t>(mapped_bytes()));
 }
 

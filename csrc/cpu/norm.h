@@ -9,7 +9,7 @@
 //   layer_norm@1    out = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight (+ bias), over whole rows.
 //
 // x, delta, sum: f32 [rows, columns]; weight, bias?: f32 [W]; out, normed: f32 or bf16, or i8 as quantize.h
-// has it, with scale: f32 [rows, runs] beside it (and largest) and W the whole row. Squares are summed in
+// has it, with scale: f32 [rows, runs] (and largest) and W the whole row. Squares are summed in
 // four accumulators of 16 lanes by column, then in one tree: the same bits for every row, wherever it stands.
 #pragma once
 
@@ -21,7 +21,7 @@
 namespace enginewright {
 namespace {
 
-// What mean_of sums of 16 floats, n of which are there, zeros behind.
+// What mean_of sums of 16 floats, n of which are there, zeros after.
 template <class S>
 struct Values {
   using F = typename S::F;

@@ -20,7 +20,7 @@ extern "C" void __asan_unpoison_memory_region(const volatile void* p, size_t byt
 namespace enginewright {
 
 #if defined(ENGINEWRIGHT_ASAN)
-constexpr int64_t kGuardBytes = 4096;  // before and behind what Memory gives
+constexpr int64_t kGuardBytes = 4096;  // before and after what Memory gives
 inline void poison(const void* p, int64_t bytes) {
   __asan_poison_memory_region(p, static_cast<size_t>(bytes));
 }

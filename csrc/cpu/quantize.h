@@ -37,7 +37,7 @@ struct E4m3Rounding {
 };
 
 // Codes of the columns [begin, end) of a row, and their scale. Row is what x is read from: at(column) gives
-// 16 columns, first(column, n) n of them and zeros behind. given: the largest, or null.
+// 16 columns, first(column, n) n of them and zeros after. given: the largest, or null.
 template <class S, class Rounding = I8Rounding, class Row, class Code>
 ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end, Code* codes,
                                        const float* given = nullptr) {
@@ -114,7 +114,7 @@ class QuantizedRows {
   const float* largest_ = nullptr;  // of runs; null: of each as it comes
 };
 
-// What a kernel writes row by row: floats, or i8 with the operand 'scale' beside it.
+// What a kernel writes row by row: floats, or i8 with the operand 'scale'.
 template <class S>
 class RowsOut {
  public:

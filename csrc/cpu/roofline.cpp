@@ -199,7 +199,8 @@ std::vector<DotLoop> dot_loops(const std::string& isa) {
 double dot_rate(const DotLoop& loop, int threads, double seconds) {
   require_threads(threads);
   ThreadPool pool(threads);
-  constexpr double kPass = 2e-3;  // seconds: long beside a barrier, short beside an interruption
+  constexpr double kPass =
+      2e-3;  // seconds: long compared with a barrier, short compared with an interruption
   const Clock::time_point start = Clock::now();
   double best = 0;
   int64_t rounds = 1000;

@@ -23,7 +23,7 @@ class RowReader {
   ENGINEWRIGHT_INLINE F at(int64_t column) const {
     return bf16_ ? S::load_bf16(half_ + column) : S::load(full_ + column);
   }
-  ENGINEWRIGHT_INLINE F first(int64_t column, int64_t n) const {  // n < 16 columns, zeros behind them
+  ENGINEWRIGHT_INLINE F first(int64_t column, int64_t n) const {  // n < 16 columns, zeros after them
     return bf16_ ? S::load_bf16_first(half_ + column, n) : S::load_first(full_ + column, n);
   }
 
@@ -58,7 +58,7 @@ class RowWriter {
       S::store_first(full_ + column, value, n);
     }
   }
-  // The zeros that GEMMs read behind a bf16 row.
+  // The zeros that GEMMs read after a bf16 row.
   ENGINEWRIGHT_INLINE void zero_pad(const Operand& out) const {
     if (bf16_) std::memset(half_ + out.columns, 0, static_cast<size_t>(out.pad) * 2);
   }

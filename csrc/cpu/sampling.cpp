@@ -32,7 +32,7 @@ int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 // which are as wide as the instruction set's. It would take comparisons of wider vector types apart, into
 // floats.
 
-// The block of x at `start`; what it has behind the end of x is `otherwise`, and lies in `padded`.
+// The block of x at `start`; what it has after the end of x is `otherwise`, and lies in `padded`.
 ENGINEWRIGHT_INLINE const float* block_at(const float* x, int64_t n, int64_t start, float otherwise,
                                           float* padded) {
   if (start + kBlock <= n) return x + start;
@@ -120,7 +120,7 @@ struct Floor {
   int32_t index;
 };
 
-// Weights under the floor become 0; block_mass anew. No weight is greater than its block's mass. The weights
+// Weights under the floor become 0; block_mass again. No weight is greater than its block's mass. The weights
 // are whole blocks, of n tokens.
 ENGINEWRIGHT_CLONES void cut(float* weights, int64_t n, Floor floor, double* block_mass) {
   const float more = std::nextafter(floor.weight, FLT_MAX);
@@ -132,8 +132,8 @@ ENGINEWRIGHT_CLONES void cut(float* weights, int64_t n, Floor floor, double* blo
       continue;
     }
     const bool equal_too = start <= floor.index;
-    const int64_t behind = int64_t{floor.index} + 1 - start;  // within the floor's own block
-    for (int64_t i = behind; equal_too && i < kBlock; ++i) {
+    const int64_t after = int64_t{floor.index} + 1 - start;  // within the floor's own block
+    for (int64_t i = after; equal_too && i < kBlock; ++i) {
       if (block[i] == floor.weight) block[i] = 0.0f;
     }
     const float least = equal_too ? floor.weight : more;
@@ -149,7 +149,7 @@ double sum(const std::vector<double>& values) {
 }
 
 // Into `ids`: the k largest of x, equal ones by id; in no order. The k-th largest block maximum is a lower
-// bound of the k-th largest value, so few values beside those k are looked at.
+// bound of the k-th largest value, so few values other than those k are looked at.
 template <class Order>
 void select_largest(const float* x, int64_t n, int64_t k, SamplingScratch& scratch, Order order) {
   float least = kMinusInfinity;
@@ -328,7 +328,7 @@ int32_t sample_token(const float* x, int64_t vocab, float max, const SamplingRow
     for (int64_t i = 0; i < n; ++i) race.enter(scratch.ids[i], weights[i]);
     return race.winner();
   }
-  race.enter(likeliest, weights[likeliest]);  // behind which few others need their numbers
+  race.enter(likeliest, weights[likeliest]);  // after which few others need their numbers
   static_assert(kBlock == kNoiseGroup);
   for (int64_t start = 0; start < n; start += kBlock) {
     const auto mass =

@@ -94,7 +94,7 @@ struct KeptBytes {
 // exponent and fraction where they belong, 2^-120 times the number, subnormals too.
 constexpr int32_t kE4m3Kept = static_cast<int32_t>(0x87ffffffu);
 
-// For byte shuffles of 16: byte k of each word on top of it, zeros behind.
+// For byte shuffles of 16: byte k of each word on top of it, zeros after.
 alignas(16) constexpr int8_t kByteOnTop[4][16] = {
     {-1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12},
     {-1, -1, -1, 1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13},

@@ -1,8 +1,9 @@
 // What must hold of a step's inputs before kernels may trust them.
 //
 // Always, of the inputs with these names: query_start rises from 0 to `tokens`, every sequence with at least
-// one token; kv_len is at least a sequence's new tokens; positions are those behind the context,
-// kv_len - n … kv_len - 1 (only not negative where a plan has no sequences). Besides, what kernels ask for.
+// one token; kv_len is at least a sequence's new tokens; positions are those after the context,
+// kv_len - n … kv_len - 1 (only not negative where a plan has no sequences). Also checks what kernels ask
+// for.
 #pragma once
 
 #include <map>

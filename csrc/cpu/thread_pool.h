@@ -2,7 +2,7 @@
 //
 // Waiting, for a job or at a barrier, spins at most 50 µs and then sleeps, so that an idle pool costs nothing
 // and a server's other threads get the cores. It sleeps at once where another thread of the pool is on the
-// same core, as happens beside other processes: at each barrier the one would spin in place of the other.
+// same core, as happens when other processes run: at each barrier the one would spin in place of the other.
 #pragma once
 
 #include <atomic>
@@ -22,8 +22,9 @@ namespace enginewright {
 class Cores {
  public:
   explicit Cores(int threads) : seen_(static_cast<size_t>(threads)) {}
-  void note(int thread);          // it is the caller
-  bool shared(int thread) const;  // with another one: whoever spins there may be what keeps that one waiting
+  void note(int thread);  // it is the caller
+  bool shared(
+      int thread) const;  // with another one: a thread that spins there may be what keeps that one waiting
 
  private:
   struct alignas(64) Core {

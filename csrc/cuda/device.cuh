@@ -69,7 +69,7 @@ DEVICE T* shared_memory() {
 
 DEVICE void sync_threads() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
-// warp: the compiler moves no work from behind it before it, where that would take too many registers.
+// warp: the compiler moves no work from after it before it, where that would take too many registers.
 DEVICE void keep_order() { __syncwarp(); }
 
 // warp: `value` of another lane. T has 4 bytes.
@@ -112,7 +112,7 @@ DEVICE void wait_copies() {  // all groups but the last PENDING are done
 }
 
 // warp: four 8 x 8 matrices of 16-bit elements out of shared memory. Lane l gives the address of row l % 8 of
-// matrix l / 8, 16-byte aligned, in two parts: what a loop keeps, and bytes behind it. r[i]: of matrix i,
+// matrix l / 8, 16-byte aligned, in two parts: what a loop keeps, and bytes after it. r[i]: of matrix i,
 // elements 2t and 2t + 1 of row g; transposed, of column g.
 DEVICE void load_matrices(uint32_t (&r)[4], const void* row, int offset = 0) {
   uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row)) + offset;
@@ -241,7 +241,7 @@ DEVICE int32_t atomic_add(int32_t* address, int32_t value) {
 }  // gives what was there
 DEVICE uint32_t atomic_add(uint32_t* address, uint32_t value) { return atomicAdd(address, value); }
 DEVICE uint32_t atomic_max(uint32_t* address, uint32_t value) { return atomicMax(address, value); }
-// What this thread wrote before is seen by whoever sees what it writes (or adds atomically) afterwards.
+// A thread that sees what this one writes (or adds atomically) afterwards also sees what it wrote before.
 DEVICE void fence() { __threadfence(); }
 
 }  // namespace enginewright

@@ -8,7 +8,7 @@ namespace enginewright {
 
 enum class Operation { add, cast, scale, softcap, gather };
 
-// Strides are elements from one row to the next. `padded`: columns that are written, zeros behind `columns`.
+// Strides are elements from one row to the next. `padded`: columns that are written, zeros after `columns`.
 struct Elementwise {
   Operation operation;
   int rows;  // of the matrix, in a step: the position of their dim
@@ -59,8 +59,8 @@ DEVICE float activated(float x) {
   return x > 0.0f ? x * x : x * 0.0f;  // relu2; NaN stays NaN
 }
 
-// Activations (plugins/elementwise/activation.py): act(x), or x · act(gate), where each column of the gate is for `each`
-// columns of x (0: there is no gate).
+// Activations (plugins/elementwise/activation.py): act(x), or x · act(gate), where each column of the gate is
+// for `each` columns of x (0: there is no gate).
 struct Activation {
   Function applied;
   int rows;    // of the matrix, in a step: the position of their dim

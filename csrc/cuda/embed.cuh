@@ -16,7 +16,7 @@ struct Embed {
 
 constexpr int EMBED_THREADS = 128;
 
-// A block a token. sampled: what the step before has sampled; known: this step's tokens, whoever gave them.
+// A block a token. sampled: what the step before has sampled; known: this step's tokens, from wherever.
 template <Embed S>
 KERNEL(EMBED_THREADS)
 embed(const Sizes* sizes, const int32_t* tokens, const SampledRow* sampled, const uint8_t* table,

@@ -1,5 +1,5 @@
-// What stands around the products of experts (plugins/experts/route.py, sort_rows.py, combine_experts.py say the
-// mathematics; gemm_experts.cuh has the products).
+// What stands around the products of experts (plugins/experts/route.py, sort_rows.py, combine_experts.py say
+// the mathematics; gemm_experts.cuh has the products).
 //
 //   route            scores of a few tokens' experts, and which of them are chosen
 //   place_rows       where each copy of a token is when copies are sorted by expert, and where experts start
@@ -57,7 +57,7 @@ DEVICE int largest_left(const float* values, const int32_t* left, int count) {
 }
 
 // A warp's token: scores become what they are made of; chosen and share are its rows. by, left: as many
-// numbers as experts, and behind them as many as groups, in shared memory.
+// numbers as experts, and after them as many as groups, in shared memory.
 template <Route S>
 DEVICE void choose(float* scores, float* by, int32_t* left, const float* correction, int32_t* chosen,
                    float* share) {

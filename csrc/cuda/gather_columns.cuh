@@ -1,5 +1,6 @@
 // Columns of x in another order, or those of them that are wanted, stored as `type`
-// (plugins/elementwise/gather_columns.py): out[row, j] = x[row, columns[j]], or LACKING where columns[j] is -1.
+// (plugins/elementwise/gather_columns.py): out[row, j] = x[row, columns[j]], or LACKING where columns[j] is
+// -1.
 #pragma once
 
 #include "rows.cuh"

@@ -22,10 +22,10 @@ constexpr bool E4M3_CORES = SM == 89 || SM == 120;
 
 // features: rows of the weight; with a gated epilogue, gates and then ups, whose blocks alternate. columns:
 // K. group: columns that share a scale, of the weight, of x (w8a8), or of both (fp8a8); 0 is the whole row.
-// padded: columns of out that are written, zeros behind its own. What follows is the shape of a block of
+// padded: columns of out that are written, zeros after its own. What follows is the shape of a block of
 // threads: gemm_small.cuh and gemm_large.cuh say what of it they take. split_chunks: where gemm_large is to
 // add as gemm_small does, the chunks of one of its splits. experts: matrices in the weight of gemm_experts.
-// zeros_behind: columns of out behind gemm_heads' last head that are written.
+// zeros_behind: columns of out after gemm_heads' last head that are written.
 struct Gemm {
   Format format;
   Epilogue epilogue;
@@ -82,7 +82,7 @@ struct Shape {
   static DEVICE int group_of([[maybe_unused]] int chunk, [[maybe_unused]] int run) {
     if constexpr (S.grouped()) {
       int group = static_cast<int>(static_cast<uint32_t>(chunk * CHUNK + run * RUN) / S.group);
-      // Behind the last column everything is zero.
+      // After the last column everything is zero.
       return CHUNKS * CHUNK - RUN < S.columns || group < GROUPS ? group : GROUPS - 1;
     }
     return 0;

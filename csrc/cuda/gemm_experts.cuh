@@ -10,7 +10,7 @@
 
 namespace enginewright {
 
-// A tile of `size` rows: its expert, its first row, and the row behind the expert's last one; expert -1 where
+// A tile of `size` rows: its expert, its first row, and the row after the expert's last one; expert -1 where
 // there are fewer tiles. By all lanes of a warp.
 struct ExpertTile {
   int expert, first, end;
@@ -26,9 +26,9 @@ struct ExpertTile {
         if (lane() >= distance) sum += below;
       }
       sum += before;
-      uint32_t behind = ballot(sum > index);  // experts whose last tile is this one or a later one
-      if (behind != 0) {
-        int from = first_bit(behind);
+      uint32_t later = ballot(sum > index);  // experts whose last tile is this one or a later one
+      if (later != 0) {
+        int from = first_bit(later);
         int tile = index - shuffle(sum - tiles, from);
         int row = shuffle(first, from) + tile * size;
         return {begin + from, row, shuffle(end, from)};

@@ -1,4 +1,5 @@
-// GEMM of heads that have a weight each (plugins/gemm/head_linear.py): head h of out = head h of x weight[h]ᵀ.
+// GEMM of heads that have a weight each (plugins/gemm/head_linear.py): head h of out = head h of x
+// weight[h]ᵀ.
 //
 // A block of threads is a tile of gemm_large in one head, with the head's columns of x and of out and its
 // part of the weight. Sums go through K in ascending order, so that a token has the same bits in tiles of

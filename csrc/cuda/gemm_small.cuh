@@ -108,7 +108,7 @@ class Private {
 };
 
 // Sums of `count` parts, four features of a token at once, by all threads of the block: put(token, output,
-// feature, sums of its features (gates), of the features 16 behind (ups)). part, stride: from one part, or
+// feature, sums of its features (gates), of the features 16 after (ups)). part, stride: from one part, or
 // token, to the next.
 template <Gemm S, class Put>
 DEVICE void add_parts(const sum_t<S>* from, int64_t part, int count, int64_t stride, int tokens, Put put) {

@@ -221,7 +221,7 @@ DEVICE void add_pieces(WarpSums<S>& total, const Turns<S>& turns) {
     UNROLL
     for (int piece = 0; piece < PIECES; ++piece) {
       begin(turn, piece);
-      // Not with the last piece, where the assembler moves sums behind the next wait.
+      // Not with the last piece, where the assembler moves sums after the next wait.
       if (piece == PIECES / 2) turns.arrive(turn + 1);
       if (piece < PARTS - 1) continue;
       wgmma_wait<PARTS - 1>();

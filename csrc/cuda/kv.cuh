@@ -1,13 +1,13 @@
 // How KV lies in GPU memory, and how what attention reads of a head is written. A block of the pool holds
 // `block_size` tokens of all layers of its group, `block_stride` bytes; a layer's keys, and its values, are
 // pointers to their part of block 0. There each head has a tile: [block_size] [head_dim_pad] elements, and
-// behind them, where elements are codes, the f32 scale of each token, [block_size]. A slot is block *
-// block_size + position in the block. Elements behind head_dim are zeros.
+// after them, where elements are codes, the f32 scale of each token, [block_size]. A slot is block *
+// block_size + position in the block. Elements after head_dim are zeros.
 //
 // Numbers of 4 bits (u4) are bf16(scale * code + zero), with a bf16 scale and zero for each 32 columns
-// (plugins/attention/kv_write.py has the rule). Of 8 codes, a word has those of even columns in its lower half, and
-// those of odd ones in the upper half. Behind the tile's codes there is [block_size] [head_dim_pad / 32]
-// [scale, zero]. Their keys, and queries for them, are rotated by Hadamard matrices (arXiv:2404.00456).
+// (plugins/attention/kv_write.py has the rule). Of 8 codes, a word has those of even columns in its lower
+// half, and those of odd ones in the upper half. After the tile's codes there is [block_size] [head_dim_pad /
+// 32] [scale, zero]. Their keys, and queries for them, are rotated by Hadamard matrices (arXiv:2404.00456).
 #pragma once
 
 #include "rows.cuh"
@@ -152,7 +152,7 @@ struct KvHead {
         *reinterpret_cast<uint32_t*>(to + c) = pack_bf16(x[pair][0], x[pair][1]);
   }
 
-  // Codes of a row, and the scale behind the tile's codes.
+  // Codes of a row, and the scale after the tile's codes.
   template <class Code>
   static DEVICE void write_codes(Code* to, float* scale, const float (&x)[PAIRS][2]) {
     float largest = 0.0f, nan_or_zero = 0.0f;

@@ -8,9 +8,9 @@
 //
 //   p = e^(s - m),  sum = Σ bf16(p),  o = Σ bf16(p) latent[: value_dim]
 //
-// are kept of a split, scaled anew when m grows, and splits are folded in ascending order: fold_of. What a
-// row does not see adds exact zeros. So a row's bits depend on nothing but its own sequence, whoever adds
-// what.
+// are kept of a split, scaled again when m grows, and splits are folded in ascending order: fold_of. What a
+// row does not see adds exact zeros. So a row's bits depend on nothing but its own sequence, whichever block
+// adds what.
 //
 // A work item is 32 rows, and either one split of their sequence or all that they see, as in paged_decode:
 // sequences of more splits than a bound are taken apart, if they have no more tiles of rows than one token
@@ -36,8 +36,9 @@
 
 namespace enginewright {
 
-// Strides are elements from one row to the next. padded: columns of out that are written, zeros behind heads
-// * value_dim. partials: how many splits of sequences are kept apart, beside those of the longest one.
+// Strides are elements from one row to the next. padded: columns of out that are written, zeros after heads
+// * value_dim. partials: how many splits of sequences are kept apart, in addition to those of the longest
+// one.
 struct LatentAttention {
   Kv kv;
   int heads, value_dim, q_stride, out_stride, padded;
@@ -71,7 +72,7 @@ struct Latent {
     unsigned char* tiles;  // [2][LATENT_TILE][CHUNKS]
     float* scores;         // [QUARTERS][LATENT_ROWS][SCORE_STRIDE]
     unsigned char* p;      // [LATENT_ROWS][P_CHUNKS]
-    // Of each row: what o is multiplied by before a tile is added; what the total and o are, behind a split;
+    // Of each row: what o is multiplied by before a tile is added; what the total and o are, after a split;
     // and what the total is, in the end.
     float *grow, *keep, *take, *inverse;
     explicit DEVICE Shared(unsigned char* bytes)
@@ -88,7 +89,7 @@ struct Latent {
   // A lane's part of o: columns 16 (warp + 8 j) ..., rows 16 h ..., in two fragments of 8 columns.
   using Values = float[OWN_GROUPS][2][2][4];
 
-  // Rows of a sequence, those behind the last one are like it.
+  // Rows of a sequence, those after the last one are like it.
   struct Rows {
     const Sequence& sequence;
     int first;
@@ -318,7 +319,7 @@ struct Latent {
       }
   }
 
-  // A row's result, and zeros behind the last head's.
+  // A row's result, and zeros after the last head's.
   static DEVICE Out* out_of(Out* out, const Sequence& sequence, int row) {
     return out + int64_t{sequence.first_token + row / S.heads} * S.out_stride + row % S.heads * S.value_dim;
   }

@@ -1,7 +1,7 @@
-// What latent attention reads of new tokens (plugins/attention/latent_write.py; arXiv:2405.04434): each head's query in
-// the latent space, and then its part that has a position, rotated; and to the token's slot of the plane
-// (kv.cuh, of one head), the latent vector and then the key that all heads share, rotated. (x[i], x[i +
-// half]) turns by angle i.
+// What latent attention reads of new tokens (plugins/attention/latent_write.py; arXiv:2405.04434): each
+// head's query in the latent space, and then its part that has a position, rotated; and to the token's slot
+// of the plane (kv.cuh, of one head), the latent vector and then the key that all heads share, rotated.
+// (x[i], x[i + half]) turns by angle i.
 #pragma once
 
 #include "kv.cuh"
@@ -9,7 +9,7 @@
 namespace enginewright {
 
 // Strides are elements from one row to the next. kv: the plane; a row of it, and a head of q_out, has
-// `latent` columns and then 2 half. padded: columns of q_out, zeros behind the last head.
+// `latent` columns and then 2 half. padded: columns of q_out, zeros after the last head.
 struct LatentWrite {
   Kv kv;
   int heads, latent, half, q_stride, q_rope_stride, c_stride, k_rope_stride, table_stride, out_stride, padded;

@@ -18,7 +18,7 @@
 // A sink, a logit of each head that belongs to no position, joins the sum when all splits are folded:
 // inverse_of.
 //
-// A split is 128 positions, whose scores a warp holds as 64 registers a lane beside o (64 of head_dim 128);
+// A split is 128 positions, whose scores a warp holds as 64 registers a lane next to o (64 of head_dim 128);
 // half as many where head_dim is beyond 128. The CPU's 256 would take a second
 // level of sums.
 #pragma once
@@ -30,7 +30,7 @@
 
 namespace enginewright {
 
-// Strides are elements from one row to the next. padded: columns of out that are written, zeros behind heads
+// Strides are elements from one row to the next. padded: columns of out that are written, zeros after heads
 // * head_dim. window: positions a query sees, itself included; 0 is all. softcap: 0 is none. partials: how
 // many splits of sequences paged_decode may keep apart, `partials` and so many for each 256 positions of the
 // longest sequence.
@@ -120,7 +120,7 @@ struct Attention {
     return {position(sequence, first_row), position(sequence, end_row - 1)};
   }
 
-  // A lane's rows of a tile, and their positions; rows behind the last one are like it.
+  // A lane's rows of a tile, and their positions; rows after the last one are like it.
   struct Rows {
     int row[2], position[2];
     DEVICE Rows(const Sequence& sequence, int first) {
@@ -176,7 +176,7 @@ struct Attention {
 
   // What a warp copies: its quarter of a split, zeros for what no row sees. The scales of both come with the
   // keys. A split's keys begin and end before its values. What has ended is there for the lane that copied
-  // it, and behind a barrier for others.
+  // it, and after a barrier for others.
   struct Copy {
     const unsigned char *keys, *values;
     int kv_head;
@@ -214,7 +214,7 @@ struct Attention {
       for (int i = lane(); i < QUARTER * COPIED; i += WARP)
         copy_async(to + chunk_at<CHUNKS>(quarter + i / COPIED, i % COPIED), from + i * 16,
                    sees(first + i / COPIED));
-      if constexpr (EXPANDS) {  // scales behind a row's codes
+      if constexpr (EXPANDS) {  // scales after a row's codes
         from = tile + S.kv.code_bytes() + place * S.kv.scale_bytes();
         NO_UNROLL
         for (int i = lane(); i < QUARTER * COPIED; i += WARP)
@@ -436,7 +436,7 @@ struct Attention {
     }
   }
 
-  // block: zeros behind the columns of the tokens whose last head is among rows first ... end - 1.
+  // block: zeros after the columns of the tokens whose last head is among rows first ... end - 1.
   static DEVICE void write_padding([[maybe_unused]] Out* out, [[maybe_unused]] const Sequence& sequence,
                                    [[maybe_unused]] int kv_head, [[maybe_unused]] int first,
                                    [[maybe_unused]] int end) {

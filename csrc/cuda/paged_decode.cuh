@@ -29,7 +29,7 @@ struct Decode : Attention<S> {
   static constexpr int OWN_GROUPS = ceil_div(COLUMN_GROUPS, ATTENTION_WARPS);  // of columns, a warp's
   static constexpr int P_CHUNKS = SPLIT * 2 / 16;                              // a row of p
 
-  // Behind the keys and values: p, and each warp's maxima and sums.
+  // After the keys and values: p, and each warp's maxima and sums.
   struct Exchange {
     unsigned char* p;      // [TILE_ROWS][P_CHUNKS]
     float *maxima, *sums;  // [warps][TILE_ROWS]

@@ -7,7 +7,7 @@
 // before multiplies values, and values while it multiplies keys. Each warp reads all keys and values from
 // shared memory for its 16 rows, which on paper takes as long as tensor cores work on them on an A100, and
 // longer on an H100, whose speed wgmma alone would reach. That decoding gives the same bits costs a multiply
-// and an add of o for each split of 128, beside some 250 mma of them (unmeasured).
+// and an add of o for each split of 128, next to some 250 mma of them (unmeasured).
 //
 // Beyond head_dim 256 queries are read from global memory for each split, which leaves room for keys
 // and values, and o is more than a lane has registers for (unmeasured).
@@ -57,8 +57,8 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
   float o[A::COLUMN_GROUPS][2][4] = {}, most[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
 
   for (; split <= last; ++split) {
-    int begin = split * A::SPLIT, behind = begin + A::SPLIT;
-    bool sees = own_span.any_sees(begin, behind), whole = own_span.all_see(begin, behind);
+    int begin = split * A::SPLIT, end = begin + A::SPLIT;
+    bool sees = own_span.any_sees(begin, end), whole = own_span.all_see(begin, end);
     block = split < last ? A::block_of(sequence, split + 1, span) : 0;
     uint32_t p[A::SPLIT / 16][4];
     float of_split[2], sum[2];

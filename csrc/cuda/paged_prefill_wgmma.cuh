@@ -3,8 +3,8 @@
 // (https://arxiv.org/abs/2407.08608).
 //
 // A block has 128 rows in two warpgroups, and takes positions in tiles of 128. A warpgroup begins the scores
-// of a tile, and behind them o += p v of the tile before; while that runs, it makes p of the scores, whose
-// fragments D become fragments A. The second warpgroup is half a turn behind the first one, so that tensor
+// of a tile, and after them o += p v of the tile before; while that runs, it makes p of the scores, whose
+// fragments D become fragments A. The second warpgroup is half a turn after the first one, so that tensor
 // cores always have what one of them has begun:
 //
 //   first   | scores 1, values 0, maxima | e^s 1                      | scores 2, values 1, maxima | ...
@@ -34,7 +34,7 @@ struct PrefillWgmma {
   static constexpr int THREADS = 256, WARPS = THREADS / WARP, ROWS = WARPS * TILE_ROWS;
   static constexpr int POSITIONS = A::SPLIT, OWN = POSITIONS / WARPS;  // of a tile; that a warp copies
   static constexpr int SLAB_BYTES = POSITIONS * 128, TILE_BYTES = A::DIM / 64 * SLAB_BYTES;
-  static constexpr int STAGES = 3, STAGE_BYTES = 2 * TILE_BYTES;  // keys, and behind them values
+  static constexpr int STAGES = 3, STAGE_BYTES = 2 * TILE_BYTES;  // keys, and after them values
   static_assert(S.kv.type == Type::bf16 && (A::DIM == 64 || A::DIM == 128) && S.kv.block_size % OWN == 0);
 
   // A warp copies its positions of keys, or values: zeros for what no row sees.
@@ -113,7 +113,7 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
   };
   // A barrier is before each half of a turn. Where the first warpgroup begins stage i + 1, everyone's copies
   // of it are there. In the half before, stage i - 1 has been read, and stage i + 2 is copied in its place:
-  // by the second warpgroup when it has begun stage i, by the first one behind its e^s. (These branches also
+  // by the second warpgroup when it has begun stage i, by the first one after its e^s. (These branches also
   // keep the assembler from moving a barrier ahead of the maxima, and the wait for o ahead of e^s.)
   bool second = warp() >= W::WARPS / 2;
   int own = first + warp() * TILE_ROWS;

@@ -33,8 +33,8 @@ DEVICE int find_sequence(int& index, int sequences, Count count) {
       int below = shuffle_up(end, distance);
       if (lane() >= distance) end += below;
     }
-    if (uint32_t behind = ballot(end > index)) {
-      int found = first_bit(behind);
+    if (uint32_t later = ballot(end > index)) {
+      int found = first_bit(later);
       index -= shuffle(end - mine, found);
       return base + found;
     }

@@ -1,7 +1,7 @@
 // Recurrences over the tokens of a sequence, whose states are in slots: the depthwise causal convolution
-// (plugins/recurrence/causal_conv.py), the gated delta rule and Mamba-2 (plugins/recurrence/gated_delta.py, selective_state.py).
-// Any number of tokens, one after the other: what a step computes of a sequence does not depend on how its
-// prompt was cut, nor on others.
+// (plugins/recurrence/causal_conv.py), the gated delta rule and Mamba-2 (plugins/recurrence/gated_delta.py,
+// selective_state.py). Any number of tokens, one after the other: what a step computes of a sequence does not
+// depend on how its prompt was cut, nor on others.
 #pragma once
 
 #include "elementwise.cuh"
@@ -11,7 +11,7 @@ namespace enginewright {
 constexpr int RECURRENCE_THREADS = 128;
 
 // Strides are elements from one row to the next, or f32 from one slot to the next. padded: columns of out
-// that are written, zeros behind `columns`. taps: f32 [columns][width] in r16_columns (csrc/cpu/kernel.h).
+// that are written, zeros after `columns`. taps: f32 [columns][width] in r16_columns (csrc/cpu/kernel.h).
 // state: [width - 1][columns], the oldest first.
 struct CausalConv {
   int columns, width, x_stride, before_stride, behind_stride, out_stride, padded;
@@ -70,7 +70,7 @@ struct LinearRecurrence {
   int64_t slot_stride;
   float scale, epsilon, dt_min;
 
-  // Lanes that share a column: each has at most 32 of its rows in registers, beside as many of query and key.
+  // Lanes that share a column: each has at most 32 of its rows in registers, and as many of query and key.
   constexpr int lanes() const {
     int lanes = 1;
     while (rows > 32 * lanes) lanes *= 2;
@@ -183,7 +183,8 @@ linear_recurrence(const Sizes* sizes, const float* query, const float* key, cons
     if (int row = i * LANES + part; there && row < S.rows) own[int64_t{row} * S.columns] = held[i];
 }
 
-// Norms of runs of columns with a gate (plugins/norm/gated_rms_norm.py). wide: there is a weight for each column.
+// Norms of runs of columns with a gate (plugins/norm/gated_rms_norm.py). wide: there is a weight for each
+// column.
 struct GatedRmsNorm {
   int rows;  // of the matrix, in a step: the position of their dim
   int columns, run, x_stride, z_stride, y_stride, padded, group, scale_stride;

@@ -1,14 +1,14 @@
 // RMS normalization of rows, with what a part of the layer adds to the residual before it
 // (https://arxiv.org/abs/ 1910.07467): sum = x + delta, y = sum / sqrt(mean(sum²) + epsilon) · weight, stored
-// as f32, bf16, or codes with a scale for each run of `group` columns (plugins/gemm/quantize_rows.py; a group of 0
-// is the row).
+// as f32, bf16, or codes with a scale for each run of `group` columns (plugins/gemm/quantize_rows.py; a group
+// of 0 is the row).
 #pragma once
 
 #include "rows.cuh"
 
 namespace enginewright {
 
-// Strides are elements from one row to the next. `padded`: columns of y that are written, zeros behind
+// Strides are elements from one row to the next. `padded`: columns of y that are written, zeros after
 // `columns`.
 struct RmsNorm {
   int rows;  // of the matrix, in a step: the position of their dim

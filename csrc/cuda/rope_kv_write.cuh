@@ -1,6 +1,6 @@
-// Rotary embedding of queries and keys (plugins/attention/rope_kv_write.py), and the write of keys and values to their
-// slots in the KV pools (kv.cuh): (x[i], x[i + half]) turns by angle i for i < half; columns from 2 half on
-// pass unchanged. The same for queries alone (plugins/attention/rope_queries.py); and rope alone.
+// Rotary embedding of queries and keys (plugins/attention/rope_kv_write.py), and the write of keys and values
+// to their slots in the KV pools (kv.cuh): (x[i], x[i + half]) turns by angle i for i < half; columns from 2
+// half on pass unchanged. The same for queries alone (plugins/attention/rope_queries.py); and rope alone.
 #pragma once
 
 #include "kv.cuh"
@@ -8,7 +8,7 @@
 
 namespace enginewright {
 
-// Strides are elements from one row to the next. padded: columns of q_out, zeros behind heads * head_dim.
+// Strides are elements from one row to the next. padded: columns of q_out, zeros after heads * head_dim.
 struct RopeKvWrite {
   Kv kv;
   int heads, half, q_stride, table_stride, out_stride, padded, k_stride, v_stride;

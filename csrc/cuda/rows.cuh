@@ -42,8 +42,8 @@ DEVICE float block_sum(float x, float* shared) {
   return sum;
 }
 
-// The codes (int8_t or e4m3) and the scale of a run of numbers (plugins/gemm/quantize_rows.py): of the largest
-// |x|, and the sum of 0 · x.
+// The codes (int8_t or e4m3) and the scale of a run of numbers (plugins/gemm/quantize_rows.py): of the
+// largest |x|, and the sum of 0 · x.
 template <class Code>
 struct Codes {  // numbers below TINY count as zero
   static constexpr float LARGEST = 127.0f, TINY = 0x1p-120f;
@@ -67,7 +67,7 @@ DEVICE Code code_of(float x, float factor) {
   return from_float<Code>(fminf(fmaxf(x * factor, -LARGEST), LARGEST));
 }
 
-// Where a row goes: `padded` columns are written, zeros behind `columns`. Codes have a scale for each run of
+// Where a row goes: `padded` columns are written, zeros after `columns`. Codes have a scale for each run of
 // `group` columns; a group of 0 is the row.
 struct RowOut {
   Type type;

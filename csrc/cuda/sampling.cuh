@@ -202,7 +202,7 @@ struct Race {
 };
 
 // Temperature, top-p, min-p and the draw, from what top-k has left (`kept`). whole: their mass, or 0 if it is
-// to be found. first: the index of a token that enters first: behind a likely one few need their noise.
+// to be found. first: the index of a token that enters first: after a likely one few need their noise.
 template <Sampling S, class Source>
 COLD int draw(SelectMemory<S.threads>& m, const SamplingRow& row, Source source, Floor kept, float max,
               uint64_t whole, int first) {
@@ -306,7 +306,7 @@ DEVICE double log_probabilities(SamplingMemory<S.threads>& m, const SamplingRow&
   return log_total;
 }
 
-// A block a row. entries: of all rows, the tokens of their histories, and behind them their TokenBias; saved:
+// A block a row. entries: of all rows, the tokens of their histories, and after them their TokenBias; saved:
 // a float for each of both. allowed: a bit for each token of a row, in words, or null. known: the step's
 // tokens.
 template <Sampling S>

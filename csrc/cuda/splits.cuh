@@ -26,7 +26,7 @@ struct Partial {
   float *o, *maxima, *sums;
   explicit DEVICE Partial(float* at) : o(at), maxima(o + ROWS * COLUMNS), sums(maxima + ROWS) {}
 
-  // Four columns of a row, of `count` splits in ascending order, the next one's `stride` floats behind this.
+  // Four columns of a row, of `count` splits in ascending order, the next one's `stride` floats after this.
   DEVICE void fold(float (&to)[4], float& most, float& sum, int64_t stride, int count, int row,
                    int column) const {
     for (float& x : to) x = 0.0f;

@@ -7,7 +7,7 @@
 // products of the same shape may be added to the same d. Of what begins it, in order:
 //   - writes to B, and fence_copies() by the thread that wrote, before the barrier that says that they are
 //   done;
-//   - wgmma_fence() behind the last write to a or d;
+//   - wgmma_fence() after the last write to a or d;
 //   - products; wgmma_commit(), which makes a group of them.
 // Compilers know none of this: hold() keeps what is in registers where it is written.
 //
@@ -16,7 +16,7 @@
 // (7 and 8).
 //
 // B of wgmma_bf16_transposed is MN-major: a row of 128 bytes for each k, 64 columns of it, at swizzled(),
-// too; the next 64 columns are rows behind all of these.
+// too; the next 64 columns are rows after all of these.
 #pragma once
 
 #include "device.cuh"
