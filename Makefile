@@ -36,8 +36,9 @@ ENCODER := .cache/all-MiniLM-L6-v2/model.safetensors
 ENCODER_SHA256 := 040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e
 ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 
-# Clients of other people, for tests/long/test_clients.py.
+# Clients of other people, for tests/long/test_clients.py; those of AGENTS take another version of a library.
 CLIENTS := .cache/clients/installed.stamp
+AGENTS := .cache/agents/installed.stamp
 
 # A browser and what drives it, for tests/long/test_page.py. This Chromium brings the libraries that it wants.
 BROWSER := .cache/browser/installed.stamp
@@ -71,7 +72,7 @@ demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a quest
 test: lint $(BUILT) $(MODEL) ## checks and tests, what has to pass before a change lands
 	$(PYTEST)
 
-test-long: test sanitize $(CLIENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## the same, then the tests that take longer (tests/long)
+test-long: test sanitize $(CLIENTS) $(AGENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## the same, then the tests that take longer (tests/long)
 	$(PYTEST) tests/long
 
 sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC
@@ -153,7 +154,7 @@ $(ENCODER): | $(INSTALLED)
 	rm -rf .cache/encoder
 	touch $@
 
-$(CLIENTS): tests/long/clients.txt | $(INSTALLED)
+$(CLIENTS) $(AGENTS): .cache/%/installed.stamp: tests/long/%.txt | $(INSTALLED)
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $<

@@ -50,6 +50,9 @@ TEMPLATES = {
     "{{ arguments if arguments is string else arguments | tojson }}}</tool_call>{% endfor %}; {% endfor %}assistant: ",
     "always thinks": "{# </think> #}{{ messages[0].content }}<think>\n",
     "calls tools at once": "{# <tool_call> arguments #}{{ (tools or []) | length }}{{ messages[0].content }}",
+    "calls tools in turns": "{# <tool_call> arguments #}{{ (tools or []) | length }} "
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function.arguments }}{% endfor %}; {% endfor %}assistant: ",
     "thinks": "{{ messages | map(attribute='reasoning_content') | select | join }}{{ messages[0].content }}"
     "{% if add_generation_prompt %}{{ '' if enable_thinking | default(true) else 'no thinking' }}{% endif %}",
 }

@@ -1,6 +1,6 @@
 """Other people's clients, unmodified, against `engine run` of a real model.
 
-`make test-long` installs them (clients.txt) and builds the engine.
+`make test-long` installs them (clients.txt, agents.txt) and builds the engine.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.helpers.serving import running, tiny_engine
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
-CLIENTS = ROOT / ".cache/clients/bin"
+CLIENTS, AGENTS = ROOT / ".cache/clients/bin", ROOT / ".cache/agents/bin"
 MODEL, KEY = "SmolLM2-135M-Instruct", "key"
 # Nothing is fetched from anywhere; what clients keep goes to a folder of the test.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -102,11 +102,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def client(folder: Path, *command: str) -> str:
-    """What a client printed, which has to end well."""
+def client(folder: Path, *command: str, programs: Path = CLIENTS) -> str:
+    """Output of a client, which has to end well.
+
+    Args:
+        programs: the folder of its environment's programs.
+    """
     environment = {**os.environ, **OFFLINE, "HF_HOME": str(folder / "hf"), "OPENAI_API_KEY": KEY}
     done = subprocess.run(
-        [str(CLIENTS / command[0]), *command[1:]], env=environment, cwd=folder, capture_output=True, text=True
+        [str(programs / command[0]), *command[1:]], env=environment, cwd=folder, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -196,6 +200,31 @@ def test_langchain(address: str, tools_address: str, tmp_path: Path) -> None:
     assert stream == answer and batch["texts"] == [answer["text"]] * 3
     assert call["call"] == "population" and call["city"] in ("Paris", "Rome") and call["replied"]
     assert city["city"] in ("Paris", "Rome") and response["text"] == answer["text"]
+
+
+def test_instructor(address: str, tools_address: str, tmp_path: Path) -> None:
+    """Its default mode, TOOLS, also for a model whose template knows no tools."""
+    printed = client(tmp_path, "python", str(ROOT / "tests/long/instructor_turns.py"), address, MODEL, tools_address)
+    smollm2, tiny = (json.loads(line) for line in printed.splitlines())
+    assert smollm2 == {"city": "Paris", "streamed": "Paris"}
+    assert tiny["city"] in ("Paris", "Rome")
+    assert tiny["streamed"] in ("Paris", "Rome", None)  # a class in parts requires no field
+
+
+@pytest.mark.parametrize("name", ["openai_agents", "pydantic_ai"])
+def test_agents_call_their_tools_and_then_answer_in_their_format(name: str, tmp_path: Path) -> None:
+    """Over Chat Completions and Responses, whole and streamed: the same calls and the same answers."""
+    with running(engine=tiny_engine("calls tools in turns"), served_model_names=("tiny",)) as server:
+        script, address = ROOT / f"tests/long/{name}_turns.py", f"http://127.0.0.1:{server.port}"
+        printed = client(tmp_path, "python", str(script), address, programs=AGENTS)
+    rows = [json.loads(line) for line in printed.splitlines()]
+    settings = {row["setting"]: row["runs"] for row in rows}
+    assert len(rows) == 4 * len(settings) == 8
+    assert all(row["runs"] == settings[row["setting"]] for row in rows)
+    for setting, runs in settings.items():
+        has_called = {bool(run["calls"]) for run in runs}
+        assert has_called == ({True} if setting == "required" else {True, False}), (setting, runs)
+        assert all(run["results"] == [f"rain in {city}" for city in run["calls"]] for run in runs), runs
 
 
 def test_openai(address: str, tools_address: str) -> None:
