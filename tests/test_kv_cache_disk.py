@@ -1,7 +1,9 @@
 """What the prefix cache keeps on disk: found again, right or not at all, within its bounds, and nobody else's."""
 
 import errno
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.cache import disk
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import HASH_BYTES, DiskStore
+from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.cache.pool import Pool
 from enginewright.runtime.core.engine_core import EngineCore
@@ -52,6 +56,7 @@ from tests.helpers.kv_cache_disk import (
     prompt,
 )
 from tests.helpers.odd_files import ODD_FILES, make_sparse
+from tests.helpers.serving import COMPLETIONS, port_of, process, wait_until
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("reading_pays")
@@ -388,6 +393,48 @@ def test_a_killed_server_leaves_what_it_had_written(llama: Path, tmp_path: Path)
     with opened(llama, tmp_path) as llm:
         llm.generate([prompt(1)], PARAMS)
         assert llm.stats().restored_tokens == 128
+
+
+def test_a_server_answers_and_ends_in_order_with_odd_files_in_its_folder(tmp_path: Path) -> None:
+    """Entries of one prompt are FIFOs, and those of another sparse files of more than the server may take."""
+    reading_pays = "from enginewright.runtime import core\ncore._prompt_seconds = lambda *_: None\n"
+    limits = {"kv_cache_disk": "64m", "kv_cache_dir": str(tmp_path), "max_num_batched_tokens": 64}
+    of_fifos = {f"0-{key.hex()}" for key in PrefixKeys(32).of(prompt(1), 4)}
+
+    def ask(port: int, path: str, body: bytes | None = None) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        with urlopen(Request(f"http://127.0.0.1:{port}{path}", body, headers), timeout=300) as answer:
+            return answer.read()  # type: ignore[no-any-return]
+
+    def texts(port: int) -> list[str]:
+        bodies = [{"prompt": prompt(seed), "max_tokens": 3, "temperature": 0} for seed in (1, 2)]
+        return [json.loads(ask(port, COMPLETIONS, json.dumps(body).encode()))["choices"][0]["text"] for body in bodies]
+
+    def metric(port: int, name: str) -> float:
+        text = ask(port, "/metrics").decode()
+        found = re.search(rf"^enginewright_kv_cache_disk_{name}\S* (\S+)$", text, re.MULTILINE)
+        assert found
+        return float(found[1])
+
+    with process(reading_pays, limits) as server:
+        right = texts(port_of(server))
+        server.terminate()
+        assert server.wait(60) == 0
+    kept = entries(tmp_path)
+    assert {path.name for path in kept} > of_fifos
+    with process(reading_pays, limits) as server:
+        port = port_of(server)
+        wait_until(lambda: metric(port, "bytes") > 0)
+        for path in kept:
+            path.unlink()
+            (os.mkfifo if path.name in of_fifos else make_sparse)(path)
+        assert texts(port) == right
+        assert metric(port, "failures") == 2  # the first block of each prompt, without which no other is of use
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text())
+        assert peak and int(peak[1]) << 10 < 1 << 30
+        server.terminate()
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 0 and "by force" not in said
 
 
 def store(folder: Path, identity: str = "a", capacity: int = 1000) -> DiskStore:

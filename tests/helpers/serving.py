@@ -320,7 +320,7 @@ import json, sys
 from enginewright.errors import EngineError
 from enginewright.runtime.server import ServerConfig, serve
 try:
-    serve(sys.argv[1], ServerConfig(**json.loads(sys.argv[2])), threads=1, max_num_seqs=2)
+    serve(sys.argv[1], ServerConfig(**json.loads(sys.argv[2])), threads=1, max_num_seqs=2, **json.loads(sys.argv[3]))
 except EngineError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -328,14 +328,16 @@ except EngineError as error:
 
 
 @contextmanager
-def process(before: str = "", **config: Any) -> Iterator[subprocess.Popen[str]]:
+def process(before: str = "", limits: Mapping[str, Any] = {}, **config: Any) -> Iterator[subprocess.Popen[str]]:
     """A server in a process of its own.
 
     Args:
         before: code that it runs first.
+        limits: of the engine, further ones.
         config: fields of ServerConfig.
     """
     command = [sys.executable, "-c", before + PROGRAM, str(tiny_engine()), json.dumps({"port": 0, **config})]
+    command.append(json.dumps(limits))
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as opened:
         try:
             yield opened
