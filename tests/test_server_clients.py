@@ -26,6 +26,10 @@ UNUSED: dict[str, set[str]] = {
             )
         ),
     },
+    "codex_cli": {
+        "tools[4] is not implemented: its type is namespace, not function",
+        "tools[8] is not implemented: its type is web_search, not function",
+    },
     "litellm": {f"reasoning_effort {NO_EFFORT}"},
     "openai_agents_chat": {f"reasoning_effort {NO_EFFORT}"},
     "openai_agents_responses": {
