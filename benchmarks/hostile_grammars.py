@@ -13,23 +13,25 @@ import argparse
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+from protocol.server import Server
 
 from tests.helpers.serving import tiny_engine
 
-START_S = 60.0  # for the server to answer
+LIMITS = ("--kv-cache-memory", "200m", "--max-num-seqs", "32")
 NUM_STREAMS = 2
 NUM_HONEST = 3
 Body = dict[str, Any]
@@ -131,27 +133,6 @@ def memory_mib(pid: int) -> float:
     return total_kib / 1024
 
 
-@contextmanager
-def running_server(engine: Path) -> Iterator[tuple[int, int]]:
-    """The port and the process of `engine run`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    limits = ["--kv-cache-memory", "200m", "--max-num-seqs", "32"]
-    command = [sys.executable, "-m", "enginewright.cli", "run", str(engine), "--port", str(port), *limits]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + START_S
-        while post(port, {"max_tokens": 4, "guided_regex": "ab"}) != 200:
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the server does not answer")
-            time.sleep(0.1)
-        yield port, server.pid
-    finally:
-        server.terminate()
-        server.wait()
-
-
 def timed(durations: list[float], statuses: Counter[int], act: Callable[[], int]) -> None:
     began = time.monotonic()
     statuses[act()] += 1
@@ -209,12 +190,18 @@ def main() -> None:
         stream(arguments.stream, arguments.seconds)
         return
     worst = dict[str, float]()
-    with running_server(arguments.engine or tiny_engine()) as (port, pid):
-        for name in arguments.scenarios:
-            seconds = max(arguments.seconds, 30) if name == "mixed" else arguments.seconds
-            worst[name], line = measure(port, pid, SCENARIOS[name], seconds)
-            ratio = f"{worst[name] / worst['control']:4.1f} x control" if "control" in worst else ""
-            print(f"{name:22} {ratio:14} {line}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(arguments.engine or tiny_engine(), LIMITS, Path(folder) / "log")
+        try:
+            port, pid = urlsplit(server.url).port or 0, server.process.pid
+            post(port, {"max_tokens": 4, "guided_regex": "ab"})  # the first grammar starts a process
+            for name in arguments.scenarios:
+                seconds = max(arguments.seconds, 30) if name == "mixed" else arguments.seconds
+                worst[name], line = measure(port, pid, SCENARIOS[name], seconds)
+                ratio = f"{worst[name] / worst['control']:4.1f} x control" if "control" in worst else ""
+                print(f"{name:22} {ratio:14} {line}", flush=True)
+        finally:
+            server.close()
 
 
 if __name__ == "__main__":
