@@ -4,24 +4,27 @@ import json
 from collections.abc import Iterator
 from datetime import datetime, time, timedelta
 from decimal import Decimal
+from math import inf, nextafter
 from typing import Annotated, Any
 from uuid import UUID
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from enginewright.errors import UsageError
-from enginewright.runtime.grammar.grammar_protocol import LIMITS
-from enginewright.runtime.grammar.grammar_worker import answer, failure
-from enginewright.runtime.grammar.json_schema import MAX_INTEGER, MIN_INTEGER, held
-from enginewright.runtime.text.messages.calls import CallFormat
-from enginewright.runtime.text.messages.grammar import only_calls
-from enginewright.runtime.text.messages.hermes import HERMES
-from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
+from enginewright.runtime.grammar_protocol import LIMITS
+from enginewright.runtime.grammar_worker import answer, failure
+from enginewright.runtime.json_schema import FORMATS, held
+from enginewright.runtime.messages.calls import CallFormat
+from enginewright.runtime.messages.grammar import only_calls
+from enginewright.runtime.messages.hermes import HERMES
+from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
+from enginewright.runtime.schema_bounds import MAX_FORMAT_CHARS, MAX_INTEGER, MIN_INTEGER
+from tests.helpers.grammar_writer import Writer, liking
 from tests.helpers.schemas import BOUNDED
 from tests.helpers.serving import CHAT, HELLO, Running, running, tiny_engine
 
@@ -127,10 +130,13 @@ def test_integers_are_exact(schema: dict[str, Any], valid: list[int], invalid: l
         ({**INTEGER, "minimum": 2**53 + 1, "maximum": 2**53 + 3}, "minimum: this range"),
         ({**INTEGER, "minimum": 10**30}, "minimum: this range"),
         ({"type": "number", "maximum": 2**53 + 1}, "maximum: 9007199254740993"),
+        ({"const": 1e300}, "const: 1e"),
+        ({"enum": [0.1, 1.5e-40]}, "enum: 1.5e-40"),
+        ({"properties": {"p": {"const": [0.9452706955539223]}}}, "properties.p.const: 0.9452706955539223"),
     ],
     ids=str,
 )
-def test_inexact_integers_are_refused(schema: dict[str, Any], path: str) -> None:
+def test_inexact_numbers_are_refused(schema: dict[str, Any], path: str) -> None:
     with pytest.raises(UsageError, match=path) as caught:
         matcher(schema)
     assert "cannot be held exactly" in str(caught.value)
@@ -145,6 +151,34 @@ def test_integers_in_a_range_are_valid(data: st.DataObject, low: int, high: int)
     except UsageError:
         return
     assert text is None or low <= int(text) <= high
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.floats(-1e9, 1e9), st.floats(0, 1e3), st.booleans())
+def test_numbers_in_a_range_are_valid(data: st.DataObject, low: float, width: float, excluded: bool) -> None:
+    keys = ("exclusiveMinimum", "exclusiveMaximum") if excluded else ("minimum", "maximum")
+    schema = {"type": "number", **dict(zip(keys, (low, low + width), strict=True))}
+    try:
+        text = written(schema, data)
+    except UsageError as error:
+        is_narrow = nextafter(low, inf) >= low + width
+        assert "cannot be held exactly" in str(error) or (excluded and is_narrow), "there are numbers in it"
+        return
+    if text is not None:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+@settings(max_examples=60, deadline=None)
+@example(1801439850948199.0)
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_constants_are_exact_or_refused(number: float) -> None:
+    try:
+        found = matcher({"const": number})
+    except UsageError as error:
+        assert "cannot be held exactly" in str(error)
+        return
+    text = found.compute_ff_bytes()
+    assert float(text) == number
 
 
 # Bounds
@@ -162,6 +196,27 @@ def test_fractions_of_seconds_have_an_end(format: str, text: str) -> None:
     assert accepts(schema, json.dumps(text.format("123456789")))
     assert not accepts(schema, json.dumps(text.format("1" * 30)))
     assert accepts({**schema, "maxLength": 80}, json.dumps(text.format("1" * 30))), "its own bound"
+
+
+@pytest.mark.parametrize("wanted", ["a", "a.", "a1-.", "a:/?#%"])
+@pytest.mark.parametrize("format", sorted(FORMATS - {"unknown"}))
+def test_formats_have_an_end(format: str, wanted: str) -> None:
+    schema = {"type": "string", "format": format}
+    writer = Writer(json=schema)
+    assert writer.write_all(liking(wanted), 2100), writer.text
+    assert len(json.loads(writer.text)) <= MAX_FORMAT_CHARS.get(format, 40)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("email", f"{'a' * 64}@{'b' * 60}.{'c' * 60}.{'d' * 60}.org"),
+        ("hostname", ".".join(["a" * 62] * 4)),
+        ("uri", f"https://example.org/{'a' * 2000}"),
+    ],
+)
+def test_long_addresses_can_be_written(format: str, text: str) -> None:
+    assert accepts({"type": "string", "format": format}, json.dumps(text))
 
 
 # Keywords

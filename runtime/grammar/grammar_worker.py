@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import IO, Any
 
@@ -42,10 +42,11 @@ from enginewright.runtime.grammar.grammar_protocol import (
     WalkReply,
     read_command,
 )
-from enginewright.runtime.grammar.json_schema import fault, held_whole
-from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
-from enginewright.runtime.text.messages.lark import TOOL
-from enginewright.runtime.text.worker_protocol import HEAD, framed
+from enginewright.runtime.json_schema import fault, held_whole
+from enginewright.runtime.messages.lark import TOOL
+from enginewright.runtime.number_digits import NumberDigits
+from enginewright.runtime.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.worker_protocol import HEAD, framed
 
 _OF_SCHEMA = re.compile(r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*)", re.DOTALL)
 
@@ -130,12 +131,16 @@ class Grammar:
     Args:
         trie: of the vocabulary.
         limits: of llguidance, LIMITS as a rule.
+        digits: bound of its numbers; None: they have none.
 
     Raises:
         ValueError: it cannot be compiled, or no text follows it.
     """
 
-    def __init__(self, source: str, trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
+    def __init__(
+        self, source: str, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits | None = None
+    ) -> None:
+        self._digits = digits
         self._make = partial(LLMatcher, trie, source, log_level=0, limits=LLParserLimits(**limits))
         self._first = self._make()
         if not self._first.is_error():
@@ -151,7 +156,7 @@ class Grammar:
             self._walks.pop(number, None)
             return None
         if kind == OPEN:
-            self._walks[number] = Walk(self._first.deep_copy(), self._make)
+            self._walks[number] = Walk(self._first.deep_copy(), self._make, self._digits)
         walk, began = self._walks[number], time.thread_time()
         if kind == LOOK:
             masks = walk.look(tokens)
@@ -171,10 +176,11 @@ class Walk:
 
     Args:
         make: a matcher that shares nothing.
+        digits: as of a Grammar.
     """
 
-    def __init__(self, matcher: LLMatcher, make: Callable[[], LLMatcher]) -> None:
-        self._matcher, self._make = matcher, make
+    def __init__(self, matcher: LLMatcher, make: Callable[[], LLMatcher], digits: NumberDigits | None) -> None:
+        self._matcher, self._make, self._digits = matcher, make, digits
         self.tokens: list[int] = []  # those that it has taken
         self.cpu_s = 0.0
         self.mask: int | memoryview = 0  # of the token that comes next
@@ -218,7 +224,7 @@ class Walk:
         """Make the mask; the tokens that can only come next."""
         is_over = self._matcher.is_error() or self._matcher.is_stopped()
         forced = [] if is_over else self._matcher.compute_ff_tokens()  # before the mask, which needs them, too
-        bits = _mask(self._matcher)
+        bits = self._mask(self._matcher, self.tokens)
         self.mask = forced[0] if forced else bits
         return forced
 
@@ -241,11 +247,20 @@ class Walk:
         self._matcher_ahead = matcher
         if matcher.try_consume_tokens(rest) < len(rest) and not matcher.is_error():
             return _NOTHING
-        mask = _mask(matcher)
+        tokens = [*self.tokens, *self._ahead]
+        mask = self._mask(matcher, tokens)
         if matcher.is_error():
-            self._matcher_ahead = matcher = self._made_after([*self.tokens, *self._ahead])
-            mask = _mask(matcher)
+            self._matcher_ahead = matcher = self._made_after(tokens)
+            mask = self._mask(matcher, tokens)
         return mask
+
+    def _mask(self, matcher: LLMatcher, tokens: Sequence[int]) -> memoryview:
+        """The bits of what may come after these; none where that is beyond a limit, the matcher's error then."""
+        bits = matcher.compute_bitmask()
+        if matcher.is_error():  # the bits are those of the end
+            return _NOTHING
+        mask = memoryview(bits)
+        return mask if self._digits is None else self._digits.bounded(mask, tokens)
 
     def _made_after(self, tokens: list[int]) -> LLMatcher:
         """A matcher that shares nothing, after these tokens."""
@@ -257,18 +272,12 @@ class Walk:
 _NOTHING = memoryview(bytes(4))  # a mask of no token
 
 
-def _mask(matcher: LLMatcher) -> memoryview:
-    """The bits of what may come next; none of them where that is beyond a limit, the matcher's error then."""
-    bits = matcher.compute_bitmask()
-    return _NOTHING if matcher.is_error() else memoryview(bits)  # of an error they are those of the end
-
-
 # The process of one grammar
 
 LOWEST_PRIORITY = 19  # the highest niceness
 
 
-def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
+def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> None:
     """Compile the grammar that is asked for, and walk it until the engine has left."""
     memory = _Memory()
     frames = _frames(connection.makefile("rb"))
@@ -279,7 +288,7 @@ def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, An
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     os.nice(order.niceness)
     with _limited(order.compile_s):
-        grammar = _compiled(order.key, trie, limits)
+        grammar = _compiled(order.key, trie, limits, digits)
     if isinstance(grammar, str):
         connection.sendall(framed(msgspec.json.encode(GrammarReply(grammar))))
         return
@@ -296,23 +305,24 @@ def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, An
             connection.sendall(framed(reply._replace(num_kib=memory.own_kib).encode()))
 
 
-def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any]) -> Grammar | str:
+def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> Grammar | str:
     """A grammar, or why it is none."""
     frame = json.loads(key)
     found = answer(frame)
     if "source" not in found:
         return found["failed"] or "it cannot be read"
     try:
-        return Grammar(found["source"], trie, limits)
+        has_json = StructuredOutputsParams(**frame).has_json
+        return Grammar(found["source"], trie, limits, digits if has_json else None)
     except ValueError as error:
         return failure(frame, found["source"], str(error))
 
 
-def _warm_up(trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
+def _warm_up(trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> None:
     """Compile and walk grammars of each kind, so that what is made once, such as tables of Unicode, is there."""
     schema = {"properties": {"a": {"pattern": r"\w"}, "b": {"enum": ["one", "two"]}}, "required": ["a", "b"]}
     for wanted in ({"json": schema}, {"regex": r"\d+ of \d+"}, {"choice": ["the only text that there is"]}):
-        grammar = Grammar(answer(wanted)["source"], trie, limits)
+        grammar = Grammar(answer(wanted)["source"], trie, limits, digits)
         reply = grammar.answer(OPEN, 0, [])
         assert reply is not None
         for kind in (LOOK, TAKE):
@@ -385,7 +395,8 @@ def main() -> None:
     except ValueError as error:
         control.send(msgspec.json.encode(Forked(failed=str(error))))
         return
-    _warm_up(trie, setup["limits"])  # for all processes together
+    digits = NumberDigits(trie)
+    _warm_up(trie, setup["limits"], digits)  # for all processes together
 
     def reap(*_: Any) -> None:
         """Say how processes have ended."""
@@ -412,7 +423,7 @@ def main() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
             pid = os.fork()
             if pid == 0:
-                _be_grammar(control, sockets[0], trie, setup["limits"])
+                _be_grammar(control, sockets[0], trie, setup["limits"], digits)
             children.add(pid)
             control.send(msgspec.json.encode(Forked(started=pid)))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -427,7 +438,9 @@ def main() -> None:
             os.waitpid(pid, 0)
 
 
-def _be_grammar(control: socket.socket, descriptor: int, trie: LLTokenizer, limits: Mapping[str, Any]) -> None:
+def _be_grammar(
+    control: socket.socket, descriptor: int, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits
+) -> None:
     """Serve one grammar in a forked process; never returns."""
     status, errors = 0, os.fdopen(os.dup(2), "w")
     try:
@@ -435,7 +448,7 @@ def _be_grammar(control: socket.socket, descriptor: int, trie: LLTokenizer, limi
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         control.close()
-        _serve(socket.socket(fileno=descriptor), trie, limits)
+        _serve(socket.socket(fileno=descriptor), trie, limits, digits)
     except (BrokenPipeError, ConnectionResetError):
         status = 0  # the engine has left
     except BaseException:

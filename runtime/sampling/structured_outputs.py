@@ -114,6 +114,11 @@ class StructuredOutputsParams:
         return self.json is not None or self.json_object is not None
 
     @property
+    def has_json(self) -> bool:
+        """True if some of it is JSON; a grammar says so where its author has written it, or calls are JSON."""
+        return self.is_json or any("%json" in text for text in (self.grammar, self.within) if text)
+
+    @property
     def is_whole(self) -> bool:
         """True if it is about all of the message, and not only about an answer in it."""
         return self.before is not None or self.within is not None

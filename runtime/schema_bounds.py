@@ -1,0 +1,215 @@
+"""Bounds in JSON schemas as llguidance can hold them, and where a schema sets none.
+
+It computes with float64, so numbers are held only where they stay exact. Integers, times and addresses get
+bounds where a schema has none, since a weak model may write digits or letters until its tokens end; those of a number's
+digits are the mask's (number_digits.py).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from math import ceil, copysign, floor, inf, nextafter
+from typing import Any, NamedTuple
+
+from enginewright.errors import UsageError, shorten
+from enginewright.runtime.number_digits import MAX_DIGITS
+
+# llguidance reads an integer as float64, and computes with it in 64 bits.
+MAX_INTEGER = 2**63 - 1
+MIN_INTEGER = -(2**63 - 1024)  # the least one that float64 and the negation of it in 64 bits have
+MIN_ROUNDED_RANGE = 2**53  # integers in a range whose ends may be moved inward by rounding
+MIN_NUMBER = 10.0**-MAX_DIGITS  # the least one above zero that has a bound and so no exponent
+MAX_POWER = 308  # of ten, which is a double
+MAX_COUNT = 2**31 - 1  # of characters, entries or properties; llguidance reads no more than 64 bits
+
+# Characters of texts whose format has no end: nine digits and a time zone take 35 of a date-time, RFC 5321 has 254 for
+# an address, RFC 1035 has 253 for a host.
+MAX_FORMAT_CHARS: Mapping[str, int] = {
+    "date-time": 40,
+    "time": 28,
+    "duration": 40,
+    "email": 254,
+    "hostname": 253,
+    "uri": 2048,
+}
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_MIN_COUNTS = ("minItems", "minLength", "minProperties")
+_MAX_COUNTS = ("maxItems", "maxLength", "maxProperties")
+_WHY_INEXACT = "integers beyond 2^53 are held where they are a float64 and have 64 bits; a text can have any digits"
+_WHY_MISREAD = "not all numbers of more than 15 digits, or of large exponents, are; a text can have any digits"
+_PLAIN_NAME = re.compile(r"[\w$-]+", re.ASCII)
+
+
+def join_path(where: str, key: str) -> str:
+    """The path of a keyword of a schema, or of a property."""
+    name = key if _PLAIN_NAME.fullmatch(key[:65]) else ascii(key[:64])
+    return f"{where}.{name}" if where else name
+
+
+def check_values(schema: Mapping[str, Any], where: str) -> None:
+    """Raises UsageError for a constant of a schema that llguidance would write as another number."""
+    for key in ("const", "enum"):
+        for number in _numbers(schema.get(key)):
+            why = None
+            if not _is_exact(number) and number != MAX_INTEGER:
+                why = _WHY_INEXACT
+            elif isinstance(number, float) and _as_read(number) != number:
+                why = _WHY_MISREAD
+            if why is not None:
+                raise UsageError(f"{join_path(where, key)}: {shorten(number)} cannot be held exactly", why)
+
+
+def bounded(schema: dict[str, Any], where: str) -> dict[str, Any]:
+    """A schema with bounds where it sets none. Raises UsageError for bounds that cannot be held."""
+    schema = _counted(schema)
+    types = schema.get("type")
+    types = [types] if isinstance(types, str) else types if isinstance(types, list | tuple) else []
+    if "integer" in types and "number" not in types:
+        return _bounded_integer(schema, where)
+    for key in _BOUNDS:
+        for number in _numbers(schema.get(key)):
+            if not _is_exact(number):
+                raise UsageError(f"{join_path(where, key)}: {shorten(number)} cannot be held exactly", _WHY_INEXACT)
+    if "number" in types or not types:
+        schema = _bounded_number(schema, where)
+    limit = MAX_FORMAT_CHARS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    return {**schema, "maxLength": limit} if limit is not None and "maxLength" not in schema else schema
+
+
+def _counted(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose counts llguidance can read: 2.0 is 2, and no answer is as long as the largest."""
+    counts = {key: schema[key] for key in (*_MIN_COUNTS, *_MAX_COUNTS) if key in schema}
+    for key, value in counts.items():
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        counts[key] = min(value, MAX_COUNT) if isinstance(value, int) and not isinstance(value, bool) else value
+    return {**schema, **counts}
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a decoded value."""
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, Mapping):
+            rest += one.values()
+        elif isinstance(one, list | tuple):
+            rest += one
+        elif isinstance(one, int | float) and not isinstance(one, bool):
+            yield one
+
+
+def _is_exact(number: int | float) -> bool:
+    """True if llguidance writes this number where it is a constant or a bound."""
+    if isinstance(number, float) and not number.is_integer():
+        return True
+    return MIN_INTEGER <= number <= MAX_INTEGER and int(float(number)) == number
+
+
+class _Range(NamedTuple):
+    """The bounds of a schema's numbers."""
+
+    least: float | None
+    most: float | None
+    below: float | None  # excluded
+    above: float | None  # excluded
+
+
+def _range(schema: Mapping[str, Any]) -> _Range | None:
+    """None: one of the bounds is no number, and llguidance says so."""
+    least, most, below, above = (schema.get(key) for key in _BOUNDS)
+    if not all(value is None or isinstance(value, int | float) for value in (least, most, below, above)):
+        return None
+    # In draft 4, exclusiveMinimum is true or false, and says how minimum is meant.
+    if isinstance(below, bool):
+        below = least if below else None
+    if isinstance(above, bool):
+        above = most if above else None
+    return _Range(least, most, below, above)
+
+
+def _with_range(schema: Mapping[str, Any], least: float, most: float) -> dict[str, Any]:
+    bounds = {"minimum": least, "maximum": most}
+    others = {key: value for key, value in schema.items() if key not in _BOUNDS}
+    return others | {key: value for key, value in bounds.items() if abs(value) < inf}
+
+
+def _bounded_number(schema: dict[str, Any], where: str) -> dict[str, Any]:
+    """A schema of numbers whose digits have an end.
+
+    Above an excluded bound there might be any number of zeros, as in 3.000…1, so the next double is the bound.
+    A multiple might have any number of digits before one that makes it a multiple.
+    """
+    given = _range(schema)
+    if given is None:
+        return schema
+    if "multipleOf" in schema:
+        has_low, has_high = (given.least, given.below) != (None, None), (given.most, given.above) != (None, None)
+        return schema | ({} if has_low else {"minimum": MIN_INTEGER}) | ({} if has_high else {"maximum": -MIN_INTEGER})
+    lows = [given.least, None if given.below is None else nextafter(given.below, inf)]
+    highs = [given.most, None if given.above is None else nextafter(given.above, -inf)]
+    low = max((bound for bound in lows if bound is not None), default=-inf)
+    high = min((bound for bound in highs if bound is not None), default=inf)
+    least, most = _inward(low, inf), _inward(high, -inf)
+    if low <= high and least > most:
+        path = join_path(where, next(key for key in _BOUNDS if schema.get(key) is not None))
+        raise UsageError(f"{path}: this range of numbers cannot be held exactly", _WHY_MISREAD)
+    return _with_range(schema, least, most)
+
+
+def _inward(bound: float, toward: float) -> float:
+    """The first double from a bound on that can be written without an exponent, and is not read as one beyond it."""
+    if 0 < abs(bound) < MIN_NUMBER:
+        return copysign(MIN_NUMBER, toward) if (bound > 0) == (toward > 0) else 0.0
+    near = bound
+    while abs(near) < inf and _as_read(near) != bound and (_as_read(near) < bound) == (toward > bound):
+        near = nextafter(near, toward)
+    return near
+
+
+def _as_read(number: float) -> float:
+    """The number that llguidance makes of this one's digits: as serde_json, it computes with doubles."""
+    sign, digits, exponent = Decimal(repr(number)).as_tuple()
+    assert isinstance(exponent, int), "JSON has no infinite numbers"
+    found = float("".join(map(str, digits)))
+    while exponent < -MAX_POWER:
+        found, exponent = found / float(f"1e{MAX_POWER}"), exponent + MAX_POWER
+    power = float(f"1e{abs(exponent)}")
+    return copysign(found * power if exponent > 0 else found / power, -1 if sign else 1)
+
+
+def _bounded_integer(schema: dict[str, Any], where: str) -> dict[str, Any]:
+    given = _range(schema)
+    if given is None:
+        return schema
+    lows = [MIN_INTEGER if given.least is None else ceil(given.least)]
+    highs = [MAX_INTEGER if given.most is None else floor(given.most)]
+    if given.below is not None:
+        lows.append(floor(given.below) + 1)
+    if given.above is not None:
+        highs.append(ceil(given.above) - 1)
+    low, high = max(lows), min(highs)
+    is_beyond = low > MAX_INTEGER or high < MIN_INTEGER
+    if low > high and not is_beyond:
+        return schema  # llguidance says that no integer is in it
+    least, most = _up(low), _down(high)
+    if is_beyond or ((least, most) != (low, high) and most - least < MIN_ROUNDED_RANGE):
+        path = join_path(where, next(key for key in _BOUNDS if schema.get(key) is not None))
+        raise UsageError(f"{path}: this range of integers cannot be held exactly", _WHY_INEXACT)
+    return _with_range(schema, least, most)
+
+
+def _up(bound: int) -> int:
+    """The least integer that is exact and not below a bound; MAX_INTEGER if there is none."""
+    if not MIN_INTEGER < bound < MAX_INTEGER:
+        return min(max(bound, MIN_INTEGER), MAX_INTEGER)
+    near = float(bound)
+    return min(int(near if near >= bound else nextafter(near, inf)), MAX_INTEGER)
+
+
+def _down(bound: int) -> int:
+    """The largest integer that is exact and not above a bound; MIN_INTEGER if there is none."""
+    if not MIN_INTEGER < bound < MAX_INTEGER:
+        return min(max(bound, MIN_INTEGER), MAX_INTEGER)
+    near = float(bound)
+    return int(near if near <= bound else nextafter(near, -inf))
