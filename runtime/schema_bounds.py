@@ -118,7 +118,8 @@ class _Range(NamedTuple):
 def _range(schema: Mapping[str, Any]) -> _Range | None:
     """None: one of the bounds is no number, and llguidance says so."""
     least, most, below, above = (schema.get(key) for key in _BOUNDS)
-    if not all(value is None or isinstance(value, int | float) for value in (least, most, below, above)):
+    is_bound = all(value is None or isinstance(value, int | float) for value in (least, most, below, above))
+    if not is_bound or isinstance(least, bool) or isinstance(most, bool):
         return None
     # In draft 4, exclusiveMinimum is true or false, and says how minimum is meant.
     if isinstance(below, bool):

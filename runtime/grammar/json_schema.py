@@ -1,17 +1,27 @@
 """JSON schemas as llguidance can hold a model to them: keywords that it does not have are left out and named."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from enginewright.errors import UsageError
 from enginewright.runtime.schema_bounds import bounded, check_values, join_path
+from enginewright.runtime.schema_overlap import Overlaps
 
 MAX_COMPILED = 200  # parts of a schema that are compiled to find the one that is wrong
 
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+)
+DRAFTS = frozenset(
+    (
+        "https://json-schema.org/draft/2020-12/schema",
+        "https://json-schema.org/draft/2019-09/schema",
+        "http://json-schema.org/draft-07/schema",
+        "http://json-schema.org/draft-06/schema",
+        "http://json-schema.org/draft-04/schema",
+    )
 )
 # Keywords that say what is valid, and that llguidance does not have.
 UNHELD = frozenset(
@@ -34,9 +44,40 @@ UNHELD = frozenset(
         "uniqueItems",
     )
 )
+# Keywords that say nothing of what is valid: annotations, which may hold anything, and marks of what is left out.
+_SILENT = frozenset(
+    (
+        "$comment",
+        "$dynamicAnchor",
+        "$recursiveAnchor",
+        "$vocabulary",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "default",
+        "deprecated",
+        "description",
+        "discriminator",
+        "examples",
+        "readOnly",
+        "title",
+        "writeOnly",
+    )
+)
+# Keywords that mean nothing without one of these.
+_DEPENDENT = {
+    "else": ("if",),
+    "if": ("else", "then"),
+    "maxContains": ("contains",),
+    "minContains": ("contains",),
+    "then": ("if",),
+}
+_COUNTS = ("minProperties", "maxProperties")
 _ONE = ("additionalItems", "additionalProperties", "items")  # keywords of a schema
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")  # of a list of them
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")  # of schemas by name
+_OF_OBJECTS = ("additionalProperties", "patternProperties", "properties", "required", *_COUNTS)
+_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")  # of schemas for the same value
 # Parts of an expression that are no regular language's, or that the regex crate does not have.
 _ESCAPE = re.compile(r"\\(?P<escaped>.)|\[(?:\\.|[^\\\]])+\]|(?P<around>\(\?<?[=!])", re.DOTALL)
 
@@ -58,9 +99,9 @@ def held(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Unheld]]:
     Raises:
         UsageError: it is about integers that cannot be held exactly, or nested too deeply.
     """
-    left_out = list[Unheld]()
+    holder = _Holder(schema)
     try:
-        return _held(schema, "", left_out), left_out
+        return holder.copy(schema, ""), holder.left_out
     except RecursionError as error:
         raise UsageError("a JSON schema is nested too deeply") from error
 
@@ -106,36 +147,138 @@ def _parts(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping
         yield from ((path, one) for path, one in found if isinstance(one, Mapping))
 
 
-def _held(schema: Any, where: str, left_out: list[Unheld]) -> Any:
-    if not isinstance(schema, Mapping):
+class _Holder:
+    """Copies a schema, and lists the keywords that it leaves out."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.left_out = list[Unheld]()
+        self._overlaps = Overlaps(root)
+
+    def copy(self, schema: Any, where: str, *, is_merged: bool = False) -> Any:
+        """Raises UsageError where it is about integers that cannot be held exactly.
+
+        Args:
+            where: its path.
+            is_merged: another schema is for the same value, so that what properties it has is not known here.
+        """
+        if not isinstance(schema, Mapping):
+            return schema
+        schema = _without_unevaluated(schema)
+        has_others = is_merged or sum(key in _OF_OBJECTS or key in _IN_PLACE for key in schema) > 1
+        is_merged = is_merged or any(key in schema for key in _IN_PLACE)
+        copy = dict[str, Any]()
+        for key, value in schema.items():
+            path = join_path(where, key)
+            why = _why_unheld(key, value, schema, is_merged=is_merged)
+            if why is not None:
+                self.left_out.append(Unheld(path, why))
+            elif key == "oneOf" and isinstance(value, list | tuple):
+                self._copy_one_of(copy, value, schema, path, is_merged=has_others)
+            elif key in _MAPS and isinstance(value, Mapping):
+                copy[key] = self._copy_map(key, value, path)
+            elif key in _LISTS and isinstance(value, list | tuple):
+                is_one = key not in _IN_PLACE or not (has_others or (key == "allOf" and len(value) > 1))
+                copy[key] = [*copy.get(key, ()), *self._copy_list(value, path, is_merged=not is_one)]
+            elif key in _ONE:
+                copy[key] = self.copy(value, path)
+            elif _says_something(key, value, schema):
+                copy[key] = value
+        check_values(copy, where)
+        return bounded(copy, where)
+
+    def _copy_list(self, schemas: Sequence[Any], path: str, *, is_merged: bool) -> list[Any]:
+        return [self.copy(one, f"{path}[{place}]", is_merged=is_merged) for place, one in enumerate(schemas)]
+
+    def _copy_map(self, key: str, schemas: Mapping[str, Any], path: str) -> dict[str, Any]:
+        copy = dict[str, Any]()
+        for name, one in schemas.items():
+            why = _why_no_pattern(name) if key == "patternProperties" else None
+            if why is None:
+                copy[name] = self.copy(one, join_path(path, name))
+            else:
+                self.left_out.append(Unheld(join_path(path, name), why))
+        return copy
+
+    def _copy_one_of(
+        self, copy: dict[str, Any], schemas: Sequence[Any], schema: Mapping[str, Any], path: str, *, is_merged: bool
+    ) -> None:
+        """Copy it as anyOf, which means the same where no value matches two schemas."""
+        if not self._overlaps.are_apart(schemas):
+            why = "a value may match two of its schemas, or too many would have to be compared; it is taken as anyOf"
+            self.left_out.append(Unheld(path, why))
+        any_of = self._copy_list(schemas, path, is_merged=is_merged)
+        if "anyOf" in schema:
+            copy["allOf"] = [*copy.get("allOf", ()), {"anyOf": any_of}]
+        else:
+            copy["anyOf"] = any_of
+
+
+def _without_unevaluated(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema whose unevaluated entries are its additional ones, where no other schema evaluates any."""
+    if any(key in schema for key in (*_IN_PLACE, "$dynamicRef", "$recursiveRef", "contains", "dependentSchemas", "if")):
         return schema
-    copy = dict[str, Any]()
-    for key, value in schema.items():
-        path = join_path(where, key)
-        why = _why_unheld(key, value, schema)
-        if why is not None:
-            left_out.append(Unheld(path, why))
-        elif key in _MAPS and isinstance(value, Mapping):
-            copy[key] = {name: _held(one, join_path(path, name), left_out) for name, one in value.items()}
-        elif key in _LISTS and isinstance(value, list | tuple):
-            copy[key] = [_held(one, f"{path}[{place}]", left_out) for place, one in enumerate(value)]
-        elif key in _ONE:
-            copy[key] = _held(value, path, left_out)
-        elif key not in UNHELD:  # one that is left says nothing, such as uniqueItems: false
-            copy[key] = value
-    check_values(copy, where)
-    return bounded(copy, where)
+    names = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalProperties"}
+    return {key if names.get(key, key) in schema else names[key]: value for key, value in schema.items()}
 
 
-def _why_unheld(key: str, value: Any, schema: Mapping[str, Any]) -> str | None:
+def _why_unheld(key: str, value: Any, schema: Mapping[str, Any], *, is_merged: bool) -> str | None:
     """The reason why a keyword cannot be held; None: it can, or changes nothing."""
-    if key == "uniqueItems" and value is False:
+    if not _says_something(key, value, schema):
         return None
     if key in UNHELD:
         return f"no grammar is made of {key}"
     if key == "format" and isinstance(value, str) and value not in FORMATS and _may_be(schema, "string"):
         return f"the format {value[:40]!a} is not known; there are {', '.join(sorted(FORMATS - {'unknown'}))}"
+    if key == "$schema" and not (isinstance(value, str) and value.rstrip("#") in DRAFTS):
+        return "it is no draft of JSON Schema that is known; the schema is read as draft 2020-12"
+    if key == "multipleOf" and isinstance(value, int | float) and not _is_multiple(value):
+        return "it has too many digits"
+    if key in _COUNTS and (is_merged or not _is_count(schema)):
+        return "properties are counted only where all that are named are required"
     return _why_no_pattern(value) if key == "pattern" and isinstance(value, str) else None
+
+
+def _says_something(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    """False if a keyword changes nothing of what is valid."""
+    if key in _SILENT or (key in _DEPENDENT and not any(other in schema for other in _DEPENDENT[key])):
+        return False
+    if key in UNHELD and (value is (key != "uniqueItems") or value == {}):
+        return key in ("contains", "if", "not")
+    if key == "minProperties" and isinstance(value, int | float):
+        return value > len(_names(schema, "required"))
+    if key == "maxProperties" and isinstance(value, int | float) and _is_closed(schema):
+        return value < len(_names(schema, "properties") | _names(schema, "required"))
+    return True
+
+
+def _names(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+    """The names of its properties, or of those that it requires."""
+    given = schema.get(key)
+    names = given if isinstance(given, Mapping | list | tuple) else ()
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def _is_closed(schema: Mapping[str, Any]) -> bool:
+    """True if it has no properties but those that are named."""
+    return schema.get("additionalProperties") is False and "patternProperties" not in schema
+
+
+def _is_count(schema: Mapping[str, Any]) -> bool:
+    """True if llguidance counts properties: all that are named are required, or one may or must come besides those."""
+    required = _names(schema, "required")
+    if _names(schema, "properties") <= required:
+        return True
+    counts = schema.get("minProperties", 0), schema.get("maxProperties", len(required) + 1)
+    if not all(isinstance(count, int | float) for count in counts):
+        return True  # llguidance says what is wrong
+    return _is_closed(schema) and counts[0] <= len(required) + 1 == counts[1]
+
+
+def _is_multiple(value: float) -> bool:
+    """True if llguidance reads it, which computes so, and has 32 bits for the digits."""
+    while value % 1 and abs(value) < 2**32:
+        value *= 10.0
+    return abs(value) < 2**32
 
 
 def _why_no_pattern(pattern: str) -> str | None:

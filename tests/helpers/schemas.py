@@ -1,14 +1,19 @@
-"""Fifty JSON schemas whose documents have an end, by the feature that each is about."""
+"""Fifty JSON schemas whose documents have an end, by the feature that each is about, and grammars of schemas."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from enginewright.runtime.core.outputs import RequestOutput
+from enginewright.errors import UsageError
+from enginewright.runtime.grammar_protocol import LIMITS
+from enginewright.runtime.grammar_worker import answer, failure
+from enginewright.runtime.outputs import RequestOutput
 
 Schema = dict[str, Any]
+BYTES = LLTokenizer("byte")
 
 TEXT: Schema = {"type": "string", "maxLength": 9}
 COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 40}
@@ -114,3 +119,22 @@ def check_answers(schemas: Sequence[Schema], outputs: Sequence[RequestOutput]) -
                 check.validate(json.loads(choice.text))
                 ended += 1
     return ended
+
+
+def failed(frame: dict[str, Any]) -> str:
+    """The reason why a grammar cannot be compiled; empty: it can."""
+    made = answer(frame)
+    return made["failed"] if "failed" in made else failure(frame, made["source"])
+
+
+def matcher(schema: dict[str, Any]) -> LLMatcher:
+    """Raises UsageError for a schema that cannot be held."""
+    made = answer({"json": schema})
+    if why := failed({"json": schema}):
+        raise UsageError(why)
+    return LLMatcher(BYTES, made["source"], limits=LLParserLimits(**LIMITS))
+
+
+def accepts(schema: dict[str, Any], text: str) -> bool:
+    found, data = matcher(schema), text.encode()
+    return found.try_consume_tokens(list(data)) == len(data) and found.is_accepting()
