@@ -33,8 +33,7 @@ MAX_FORMAT_CHARS: Mapping[str, int] = {
     "uri": 2048,
 }
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_MIN_COUNTS = ("minItems", "minLength", "minProperties")
-_MAX_COUNTS = ("maxItems", "maxLength", "maxProperties")
+_COUNTS = ("minItems", "minLength", "minProperties", "maxItems", "maxLength", "maxProperties")
 _WHY_INEXACT = "integers beyond 2^53 are held where they are a float64 and have 64 bits; a text can have any digits"
 _WHY_MISREAD = "not all numbers of more than 15 digits, or of large exponents, are; a text can have any digits"
 _PLAIN_NAME = re.compile(r"[\w$-]+", re.ASCII)
@@ -70,7 +69,7 @@ def bounded(schema: dict[str, Any], where: str) -> dict[str, Any]:
         for number in _numbers(schema.get(key)):
             if not _is_exact(number):
                 raise UsageError(f"{join_path(where, key)}: {shorten(number)} cannot be held exactly", _WHY_INEXACT)
-    if "number" in types or not types:
+    if ("number" in types or not types) and any(key in schema for key in (*_BOUNDS, "multipleOf")):
         schema = _bounded_number(schema, where)
     limit = MAX_FORMAT_CHARS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
     return {**schema, "maxLength": limit} if limit is not None and "maxLength" not in schema else schema
@@ -78,7 +77,7 @@ def bounded(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _counted(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema whose counts llguidance can read: 2.0 is 2, and no answer is as long as the largest."""
-    counts = {key: schema[key] for key in (*_MIN_COUNTS, *_MAX_COUNTS) if key in schema}
+    counts = {key: schema[key] for key in _COUNTS if key in schema}
     for key, value in counts.items():
         if isinstance(value, float) and value.is_integer():
             value = int(value)

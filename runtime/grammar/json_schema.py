@@ -168,6 +168,8 @@ class _Holder:
         is_merged = is_merged or any(key in schema for key in _IN_PLACE)
         copy = dict[str, Any]()
         for key, value in schema.items():
+            if not _says_something(key, value, schema):
+                continue
             path = join_path(where, key)
             why = _why_unheld(key, value, schema, is_merged=is_merged)
             if why is not None:
@@ -181,7 +183,7 @@ class _Holder:
                 copy[key] = [*copy.get(key, ()), *self._copy_list(value, path, is_merged=not is_one)]
             elif key in _ONE:
                 copy[key] = self.copy(value, path)
-            elif _says_something(key, value, schema):
+            else:
                 copy[key] = value
         check_values(copy, where)
         return bounded(copy, where)
@@ -222,9 +224,7 @@ def _without_unevaluated(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _why_unheld(key: str, value: Any, schema: Mapping[str, Any], *, is_merged: bool) -> str | None:
-    """The reason why a keyword cannot be held; None: it can, or changes nothing."""
-    if not _says_something(key, value, schema):
-        return None
+    """The reason why a keyword cannot be held; None: it can."""
     if key in UNHELD:
         return f"no grammar is made of {key}"
     if key == "format" and isinstance(value, str) and value not in FORMATS and _may_be(schema, "string"):
