@@ -1,6 +1,7 @@
 """Numbers of JSON have an end, however much a model likes digits, and all that are needed can be written."""
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -54,6 +55,8 @@ def test_every_number_has_an_end(frame: dict[str, Any], wanted: str) -> None:
     writer = Writer(**frame)
     assert writer.write_all(liking(wanted)), writer.text
     validate(frame["json"], writer.text)
+    runs = re.findall(r"\d+", writer.text)
+    assert "const" in frame["json"] or max(map(len, runs), default=0) <= MAX_DIGITS
 
 
 @settings(max_examples=40, deadline=None)
