@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from enginewright.errors import UsageError
-from enginewright.runtime.json_schema import FORMATS, held
-from enginewright.runtime.messages.calls import CallFormat
-from enginewright.runtime.messages.grammar import only_calls
-from enginewright.runtime.messages.hermes import HERMES
-from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
-from enginewright.runtime.schema_bounds import MAX_FORMAT_CHARS, MAX_INTEGER, MIN_INTEGER
+from enginewright.runtime.grammar.json_schema import FORMATS, held
+from enginewright.runtime.grammar.schema_bounds import MAX_FORMAT_CHARS, MAX_INTEGER, MIN_INTEGER
+from enginewright.runtime.text.messages.calls import CallFormat
+from enginewright.runtime.text.messages.grammar import only_calls
+from enginewright.runtime.text.messages.hermes import HERMES
+from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
 from tests.helpers.grammar_writer import Writer, liking
 from tests.helpers.schemas import BOUNDED, accepts, failed, matcher
 from tests.helpers.serving import CHAT, HELLO, Running, running, tiny_engine

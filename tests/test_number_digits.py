@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginewright import LLM, SamplingParams
-from enginewright.runtime.messages.calls import CallFormat
-from enginewright.runtime.messages.grammar import only_calls
-from enginewright.runtime.messages.hermes import HERMES
-from enginewright.runtime.messages.qwen3_xml import QWEN3_XML
-from enginewright.runtime.number_digits import MAX_DIGITS, MAX_EXPONENT_DIGITS
+from enginewright.runtime.grammar.number_digits import MAX_DIGITS, MAX_EXPONENT_DIGITS
+from enginewright.runtime.text.messages.calls import CallFormat
+from enginewright.runtime.text.messages.grammar import only_calls
+from enginewright.runtime.text.messages.hermes import HERMES
+from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
 from tests.helpers.grammar_writer import TRIE, Writer, liking
 from tests.helpers.serving import LIMITS, tiny_engine
 

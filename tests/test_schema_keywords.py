@@ -8,7 +8,7 @@ import pytest
 from jsonschema_specifications import REGISTRY
 
 from enginewright.errors import UsageError
-from enginewright.runtime.json_schema import held, held_whole
+from enginewright.runtime.grammar.json_schema import held, held_whole
 from tests.helpers.schemas import accepts
 
 DRAFTS = [

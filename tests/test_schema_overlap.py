@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from enginewright.runtime.json_schema import held
-from enginewright.runtime.schema_overlap import MAX_COMPARISONS, Overlaps
+from enginewright.runtime.grammar.json_schema import held
+from enginewright.runtime.grammar.schema_overlap import MAX_COMPARISONS, Overlaps
 from tests.helpers.schemas import BOUNDED, CIRCLE, COUNT, FLAG, SQUARE, TEXT, accepts, closed
 
 

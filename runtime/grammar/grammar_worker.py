@@ -42,11 +42,11 @@ from enginewright.runtime.grammar.grammar_protocol import (
     WalkReply,
     read_command,
 )
-from enginewright.runtime.json_schema import fault, held_whole
-from enginewright.runtime.messages.lark import TOOL
-from enginewright.runtime.number_digits import NumberDigits
-from enginewright.runtime.structured_outputs import StructuredOutputsParams
-from enginewright.runtime.worker_protocol import HEAD, framed
+from enginewright.runtime.grammar.json_schema import fault, held_whole
+from enginewright.runtime.grammar.number_digits import NumberDigits
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.text.messages.lark import TOOL
+from enginewright.runtime.text.worker_protocol import HEAD, framed
 
 _OF_SCHEMA = re.compile(r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*)", re.DOTALL)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginewright.errors import UsageError
-from enginewright.runtime.schema_bounds import bounded, check_values, join_path
-from enginewright.runtime.schema_overlap import Overlaps
+from enginewright.runtime.grammar.schema_bounds import bounded, check_values, join_path
+from enginewright.runtime.grammar.schema_overlap import Overlaps
 
 MAX_COMPILED = 200  # parts of a schema that are compiled to find the one that is wrong
 

@@ -6,10 +6,10 @@ from typing import Any
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from enginewright.runtime.grammar_protocol import LIMITS, LOOK, OPEN, TAKE
-from enginewright.runtime.grammar_worker import Grammar, answer
-from enginewright.runtime.number_digits import NumberDigits
-from enginewright.runtime.structured_outputs import StructuredOutputsParams
+from enginewright.runtime.grammar.grammar_protocol import LIMITS, LOOK, OPEN, TAKE
+from enginewright.runtime.grammar.grammar_worker import Grammar, answer
+from enginewright.runtime.grammar.number_digits import NumberDigits
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 
 LONG_TOKENS = ["00", "333", "3333333", "0" * 30, ".3", "33}", "3,"]
 

@@ -8,9 +8,9 @@ import jsonschema
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from enginewright.errors import UsageError
-from enginewright.runtime.grammar_protocol import LIMITS
-from enginewright.runtime.grammar_worker import answer, failure
-from enginewright.runtime.outputs import RequestOutput
+from enginewright.runtime.core.outputs import RequestOutput
+from enginewright.runtime.grammar.grammar_protocol import LIMITS
+from enginewright.runtime.grammar.grammar_worker import answer, failure
 
 Schema = dict[str, Any]
 BYTES = LLTokenizer("byte")

@@ -12,7 +12,7 @@ from math import ceil, copysign, floor, inf, nextafter
 from typing import Any, NamedTuple
 
 from enginewright.errors import UsageError, shorten
-from enginewright.runtime.number_digits import MAX_DIGITS
+from enginewright.runtime.grammar.number_digits import MAX_DIGITS
 
 # llguidance reads an integer as float64, and computes with it in 64 bits.
 MAX_INTEGER = 2**63 - 1
@@ -90,12 +90,14 @@ def _numbers(value: Any) -> Iterator[int | float]:
     rest = [value]
     while rest:
         one = rest.pop()
-        if isinstance(one, Mapping):
+        if isinstance(one, str):  # most often, and to ask about Mapping takes long
+            continue
+        if isinstance(one, int | float) and not isinstance(one, bool):
+            yield one
+        elif isinstance(one, Mapping):
             rest += one.values()
         elif isinstance(one, list | tuple):
             rest += one
-        elif isinstance(one, int | float) and not isinstance(one, bool):
-            yield one
 
 
 def _is_exact(number: int | float) -> bool:
