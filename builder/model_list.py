@@ -85,7 +85,7 @@ def as_markdown() -> str:
         f"{', '.join(f'`{name}`' for name in row.gguf) or 'no'} | {row.tested_against} |"
         for row in [*families(), *wrappers()]
     )
-    methods = ", ".join(f"`{method.name}`" for method in METHODS)
+    methods = ", ".join(f"`{method.info.name}`" for method in METHODS)
     return PAGE.format(rows="\n".join(rows), methods=methods, cpu=CPU, cuda=CUDA)
 
 

@@ -230,7 +230,7 @@ def _quant(engine: Path, recipe: Mapping[str, Any], checkpoint: Checkpoint) -> Q
     name = recipe["quant"]
     if name in (Bf16.name, format_name(checkpoint)):
         return None
-    method = next((method for method in METHODS if method.name == name), None)
+    method = next((method for method in METHODS if method.info.name == name), None)
     if method is None:
         raise UsageError(f"{engine} cannot be made again", f"its weights are {name}, and there is no such --quant")
     return quant_config(name, **{field.name: recipe[field.name] for field in fields(method) if field.name in recipe})

@@ -572,8 +572,8 @@ def test_settings_of_a_method(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_quant_offers_what_there_is() -> None:
     """The command line names the methods by itself: asking the builder would import torch for `--help`."""
-    assert tuple(method.name for method in METHODS) == QUANTS
-    assert tuple(method.name for method in METHODS if not method.calibrated) == DRAFT_QUANTS
+    assert tuple(method.info.name for method in METHODS) == QUANTS
+    assert tuple(method.info.name for method in METHODS if not method.info.calibrated) == DRAFT_QUANTS
 
 
 def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:

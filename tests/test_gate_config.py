@@ -2,10 +2,10 @@
 
 import pytest
 
-from enginewright.builder.gate.config import LIMITS, MEASURES, GateConfig, limits_of, parse_gate
-from enginewright.builder.gate.vectors import COSINES
+from enginewright.builder.gate.config import MEASURES, GateConfig, limits_of, parse_gate
 from enginewright.errors import UsageError
-from enginewright.passes.quant import METHODS, Auto
+from enginewright.passes.quant import METHODS
+from enginewright.quant_methods import AUTO, QUANT_METHODS
 from enginewright.runtime.commands.quality import Check
 
 
@@ -53,17 +53,22 @@ def test_anything_else_is_refused(text: str, words: str) -> None:
     assert words in str(refused.value)
 
 
-def test_every_format_has_limits() -> None:
-    names = {method.name for method in METHODS}
-    assert names <= LIMITS.keys() and names - {Auto.name} <= COSINES.keys(), "cosines are of the layers' own methods"
+def test_every_method_has_one_entry() -> None:
+    assert tuple(method.info.name for method in METHODS) == tuple(QUANT_METHODS)
     names = {measure.name for measure in MEASURES if not measure.full and measure.name != "cosine"}  # of vectors
-    assert all(row.keys() == names for row in LIMITS.values())
+    for info in QUANT_METHODS.values():
+        assert info.limits.keys() == names and (info.min_cosine is None) == (info is AUTO)
+        assert set(info.fallbacks) <= QUANT_METHODS.keys() - {info.name}
 
 
 def test_mixed_engines_have_the_loosest_limits_of_their_formats() -> None:
     alone, mixed = limits_of(["int4-rtn"]), limits_of(["bf16", "int4-rtn", "bf16"])
-    assert mixed == alone and mixed["kl"] == LIMITS["int4-rtn"]["kl"] and mixed["top1"] == LIMITS["int4-rtn"]["top1"]
-    assert limits_of(["bf16"])["kl"] == LIMITS["bf16"]["kl"]
+    assert (
+        mixed == alone
+        and mixed["kl"] == QUANT_METHODS["int4-rtn"].limits["kl"]
+        and mixed["top1"] == QUANT_METHODS["int4-rtn"].limits["top1"]
+    )
+    assert limits_of(["bf16"])["kl"] == QUANT_METHODS["bf16"].limits["kl"]
 
 
 def test_given_limits_stand_in_place_of_the_formats() -> None:

@@ -57,7 +57,7 @@ def bound(method: type[QuantConfig]) -> float:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.info.name)
 def test_an_engine_computes_its_graph(
     method: type[QuantConfig], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,7 @@ def test_so_it_does_with_a_kv_cache_of_codes(
 
 def test_the_comparison_sees_a_wrong_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of one layer, twice as large in the file as in the graph."""
-    method = next(method for method in METHODS if method.name == "int8-wo")
+    method = next(method for method in METHODS if method.info.name == "int8-wo")
     packed = assembly.packed
 
     def doubled(weight, progress):  # type: ignore[no-untyped-def]

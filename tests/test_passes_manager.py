@@ -282,7 +282,7 @@ def test_group_sizes_that_no_kernel_takes_are_refused(name: str, size: int) -> N
 
 def test_methods_are_found_by_name() -> None:
     names = ["bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto"]
-    assert [method.name for method in METHODS] == names
+    assert [method.info.name for method in METHODS] == names
     assert quant_config("int8-wo") == Int8Wo()
     with pytest.raises(KeyError):
         quant_config("int8")

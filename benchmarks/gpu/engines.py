@@ -73,7 +73,7 @@ class Case:
 def cases() -> list[Case]:
     """The likeliest faults first, as the time may end before they do."""
     plain = [Case(family, "bf16") for family in FAMILIES]
-    methods = [method.name for method in METHODS if method.name != "bf16"]
+    methods = [method.info.name for method in METHODS if method.info.name != "bf16"]
     pages = [Case(family, "bf16", kv) for family in ("llama", "gemma3_text") for kv in ("int8", "fp8")]
     invariant = [Case(WIDE, quant, batch_invariant=True) for quant in ("bf16", "int4-rtn", "fp8", "int8-wo")]
     return [*plain, *(Case("llama", name) for name in methods), *invariant, *pages, *others(methods)]

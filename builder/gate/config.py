@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from enginewright.builder.gate.kv import KV_LIMITS
 from enginewright.errors import UsageError
+from enginewright.quant_methods import QUANT_METHODS
 from enginewright.runtime.commands.quality import Check
 
 
@@ -34,39 +35,13 @@ MEASURES = (
 LEVELS = ("quick", "full", "off")
 _BY_NAME = {measure.name: measure for measure in MEASURES}
 
-# What a sound build of a small model may lose, one row per format: small models lose most, and the gate refuses what is
-# broken, not what is coarse. Above each row is what SmolLM2-135M loses on the held-out text, its weights moved off the
-# grid of 4 bits that they were published on. A layer whose scales are wrong is off by 1; int8 activations may leave the
-# most extreme layer off by 0.2. Tiny models of random weights, whose distributions are flat, agree in 4 bits at 0.6,
-# in FP4 at 0.5.
-LIMITS: Mapping[str, Mapping[str, float]] = {
-    # 0.0002, 0.993, 0.999, 0.002; with KV in int8 0.0014, 0.976
-    "bf16": {"kl": 0.005, "top1": 0.96, "ppl": 1.02, "layer": 0.02},
-    # 0.0068, 0.945, 1.002, 0.014
-    "int8-wo": {"kl": 0.03, "top1": 0.90, "ppl": 1.05, "layer": 0.10},
-    # 0.0110, 0.931, 1.007, 0.019; with one scale per token, which does not pass, 0.059, 0.860, 1.054, 0.067
-    "w8a8": {"kl": 0.05, "top1": 0.88, "ppl": 1.06, "layer": 0.40},
-    # 0.0097, 0.941, 0.999, 0.166
-    "int8-sq": {"kl": 0.05, "top1": 0.88, "ppl": 1.06, "layer": 0.40},
-    # 0.022, 0.899, 1.015, 0.034; with activations in FP8, on GPUs, 0.036, 0.880, 1.033
-    "fp8": {"kl": 0.08, "top1": 0.82, "ppl": 1.08, "layer": 0.15},
-    # 0.407, 0.642, 1.317, 0.133; in groups of 128, which do not pass, 0.589, 0.577, 1.54, 0.171
-    "int4-rtn": {"kl": 0.60, "top1": 0.55, "ppl": 1.50, "layer": 0.40},
-    # 0.175, 0.757, 1.134, 0.130
-    "int4-awq": {"kl": 0.40, "top1": 0.55, "ppl": 1.30, "layer": 0.40},
-    # 0.192, 0.763, 1.154, 0.113
-    "int4-gptq": {"kl": 0.40, "top1": 0.55, "ppl": 1.30, "layer": 0.40},
-    # 0.560, 0.601, 1.619, 0.155
-    "mxfp4": {"kl": 0.80, "top1": 0.40, "ppl": 1.90, "layer": 0.40},
-    # of its tables; each layer has the format that was chosen for it
-    "auto": {"kl": 0.05, "top1": 0.88, "ppl": 1.06, "layer": 0.40},
-}
 NEEDLE = 0.75  # of nine, two may be lost
 
 
 def limits_of(formats: Iterable[str], kv_dtypes: Iterable[str] = ()) -> dict[str, float]:
     """The loosest of each limit, of an engine whose layers have these formats, and its KV caches these dtypes."""
-    rows = [LIMITS[name] for name in set(formats)] + [KV_LIMITS[name] for name in set(kv_dtypes) & KV_LIMITS.keys()]
+    rows = [QUANT_METHODS[name].limits for name in set(formats)]
+    rows += [KV_LIMITS[name] for name in set(kv_dtypes) & KV_LIMITS.keys()]
     loosest = {
         measure.name: (min if measure.least else max)(row[measure.name] for row in rows)
         for measure in MEASURES

@@ -4,23 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from enginewright.errors import QualityGateError
-from enginewright.passes.quant import METHODS, QuantConfig
+from enginewright.passes.quant import QuantConfig
 from enginewright.plugins.plugin import CODES
 from enginewright.plugins.target import Target
 from enginewright.runtime.commands.quality import Check, LayerError, Measured
 
 LAYERS_SHOWN = 8
 SMALLEST_GROUP = 32
-FALLBACKS = {  # method → others that lose less, the nearest in size first
-    "int4-rtn": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
-    "mxfp4": ("int4-awq", "int4-gptq", "fp8", "int8-wo"),
-    "int4-awq": ("int4-gptq", "fp8", "int8-wo"),
-    "int4-gptq": ("int4-awq", "fp8", "int8-wo"),
-    "w8a8": ("int8-sq", "int8-wo"),
-    "int8-sq": ("int8-wo",),
-    "fp8": ("int8-wo",),
-    "int8-wo": ("bf16",),
-}
 
 
 def refusal(measured: Measured, target: Target, quant: QuantConfig, kv_cache_dtype: str) -> QualityGateError:
@@ -83,7 +73,6 @@ def _tries(quant: QuantConfig, target: Target, kv_cache_dtype: str) -> Iterator[
         yield "--fp8-activations bf16"
     if "bits" in settings:
         yield f"more than --bits {settings['bits']}"
-    known = [method.name for method in METHODS]
-    yield from (f"--quant {name}" for name in FALLBACKS.get(quant.name, ()) if name in known)
+    yield from (f"--quant {name}" for name in quant.info.fallbacks)
     if kv_cache_dtype != "bf16":
         yield "--kv-cache-dtype bf16"

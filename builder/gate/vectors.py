@@ -1,7 +1,6 @@
 """The gate of embedding models: how far an engine's vectors of the held-out texts are from the source's."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 
@@ -11,6 +10,7 @@ from enginewright.builder.gate.layers import FileWeights, layer_errors
 from enginewright.builder.gate.texts import held_out
 from enginewright.builder.progress import Progress
 from enginewright.passes.streaming import stream
+from enginewright.quant_methods import QUANT_METHODS
 from enginewright.runtime import env
 from enginewright.runtime.commands.quality import Check, Distance, Measured, QualityReport, rounded
 from enginewright.runtime.commands.score import score
@@ -18,19 +18,6 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.engine import Engine
-
-# What a sound build of a small model may lose; behind it is what all-MiniLM-L6-v2 loses on the held-out text.
-COSINES: Mapping[str, float] = {
-    "bf16": 0.999,  # 0.99999
-    "int8-wo": 0.99,  # 0.9990
-    "w8a8": 0.98,  # 0.9988
-    "int8-sq": 0.98,
-    "fp8": 0.97,  # 0.9963
-    "int4-rtn": 0.85,  # 0.945
-    "int4-awq": 0.85,
-    "int4-gptq": 0.85,
-    "mxfp4": 0.80,  # 0.919
-}
 
 
 def measure_vectors(config: GateConfig, subject: Subject, progress: Progress) -> QualityReport:
@@ -55,7 +42,7 @@ def measure_vectors(config: GateConfig, subject: Subject, progress: Progress) ->
         cosine = float(cosines[finite].mean()) if finite.any() else math.nan
         formats = [layer.method for layer in layers]
         limits = {
-            "cosine": min(COSINES[name] for name in set(formats)),
+            "cosine": min(filter(None, (QUANT_METHODS[name].min_cosine for name in set(formats)))),
             "layer": limits_of(formats)["layer"],
         }
         share = rounded(float(finite.double().mean()), 4)

@@ -25,12 +25,12 @@ def quant_config(name: str, **settings: object) -> QuantConfig:
         KeyError: a name that is none.
         UsageError: the method has no such setting, or not with such a value.
     """
-    method = {method.name: method for method in METHODS}[name]
+    method = {method.info.name: method for method in METHODS}[name]
     given = {key: value for key, value in settings.items() if value is not None}
     for key in given:
         if key not in _settings(method):
             option = f"--{key.replace('_', '-')}"
-            others = ", ".join(other.name for other in METHODS if key in _settings(other))
+            others = ", ".join(other.info.name for other in METHODS if key in _settings(other))
             raise UsageError(
                 f"{option} means nothing to --quant {name}", f"it is a setting of {others}", "Leave it out."
             )

@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 from torch.nn import functional as F
 
+from enginewright import quant_methods
 from enginewright.errors import UsageError
 from enginewright.passes.graph import LinearLayer, head_of, linears_of
 from enginewright.passes.pass_manager import Pass, PassResult
@@ -25,6 +26,7 @@ from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTen
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.passes.streaming import Instead, Other, stream
 from enginewright.passes.weights import open_rows, shape_of
+from enginewright.quant_methods import MethodInfo
 
 FORMATS: tuple[QuantConfig, ...] = (Int4Rtn(128), Int4Rtn(64), Int4Rtn(32), W8A8(32), Bf16())
 MEASURED = FORMATS[1]
@@ -36,8 +38,7 @@ TOKENS_AT_ONCE = 8192  # of all probes that stream together
 class Auto(W8A8):
     """bits: a weight of linear layers, on average, scales counted; the head and embeddings are int8 beside it."""
 
-    name: ClassVar[str] = "auto"
-    calibrated: ClassVar[bool] = True
+    info: ClassVar[MethodInfo] = quant_methods.AUTO
     bits: str = "5"
 
     def __post_init__(self) -> None:

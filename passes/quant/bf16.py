@@ -7,15 +7,17 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
+from enginewright import quant_methods
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.weights import Output
 from enginewright.plugins.embed.embed_bf16 import EMBED_BF16
 from enginewright.plugins.gemm.gemm_bf16 import GEMM_BF16
+from enginewright.quant_methods import MethodInfo
 
 
 @dataclass(frozen=True)
 class Bf16(QuantConfig):
-    name: ClassVar[str] = "bf16"
+    info: ClassVar[MethodInfo] = quant_methods.BF16
 
     def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
         return [(name, torch.bfloat16, (rows, columns))]

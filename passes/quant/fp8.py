@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 from torch.nn import functional as F
 
+from enginewright import quant_methods
 from enginewright.errors import UsageError
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import OfLayers, QuantConfig, check_finite, in_runs
@@ -24,6 +25,7 @@ from enginewright.plugins.gemm.gemm_fp8a8 import GEMM_FP8A8
 from enginewright.plugins.gemm.gemm_fp8a16 import GEMM_FP8A16
 from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.target import Activations, Target
+from enginewright.quant_methods import MethodInfo
 
 LARGEST = 448  # of E4M3FN, which has no infinity
 BLOCK = 128  # rows and columns
@@ -40,7 +42,7 @@ class Fp8(OfLayers):
     read on GPUs, one of ACTIVATIONS.
     """
 
-    name: ClassVar[str] = "fp8"
+    info: ClassVar[MethodInfo] = quant_methods.FP8
     fp8_scales: str = "channel"
     fp8_activations: str = "fp8"
 

@@ -8,18 +8,19 @@ from typing import ClassVar
 
 import torch
 
+from enginewright import quant_methods
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.choose import Choose, ChooseRows, Parts
 from enginewright.passes.quant.int4_codes import fitted
 from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.method import Calibration, QuantConfig
 from enginewright.passes.quant.smooth import Smooth
+from enginewright.quant_methods import MethodInfo
 
 
 @dataclass(frozen=True)
 class Int4Awq(Int4Rtn):
-    name: ClassVar[str] = "int4-awq"
-    calibrated: ClassVar[bool] = True
+    info: ClassVar[MethodInfo] = quant_methods.INT4_AWQ
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
         return [smooth_by_mean(self, calibration), Choose(lambda weight: self, calibration, by_importance)]

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from enginewright import quant_methods
 from enginewright.errors import UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.choose import Choose, ChooseRows, Parts
@@ -16,6 +17,7 @@ from enginewright.passes.quant.int4_codes import LARGEST, fitted
 from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.method import Calibration, QuantConfig
 from enginewright.passes.streaming import one_thread_each
+from enginewright.quant_methods import MethodInfo
 
 BLOCK = 128  # columns whose effect on all later ones is taken together
 
@@ -28,8 +30,7 @@ class Int4Gptq(Int4Rtn):
     and GPTQModel). A text, since recipes hold no fractions.
     """
 
-    name: ClassVar[str] = "int4-gptq"
-    calibrated: ClassVar[bool] = True
+    info: ClassVar[MethodInfo] = quant_methods.INT4_GPTQ
     act_order: bool = True
     damping: str = "0.01"
 

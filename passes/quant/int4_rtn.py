@@ -11,6 +11,7 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
+from enginewright import quant_methods
 from enginewright.passes.quant.int4_codes import codes_of, nearest
 from enginewright.passes.quant.method import OfLayers, QuantConfig
 from enginewright.passes.quant.w8a8 import W8Table
@@ -19,6 +20,7 @@ from enginewright.plugins.gemm.gemm_w4a8 import GEMM_W4A8, MIDDLE
 from enginewright.plugins.gemm.gemm_w4a16 import GEMM_W4A16
 from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.target import Activations, Target
+from enginewright.quant_methods import MethodInfo
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Int4Rtn(OfLayers):
     has a zero point, too, so that its codes reach from its smallest weight to its largest.
     """
 
-    name: ClassVar[str] = "int4-rtn"
+    info: ClassVar[MethodInfo] = quant_methods.INT4_RTN
     group_size: int = 32
     zero_points: bool = False
 

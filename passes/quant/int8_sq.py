@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from enginewright import quant_methods
 from enginewright.errors import UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.method import Calibration, QuantConfig
@@ -13,6 +14,7 @@ from enginewright.passes.quant.smooth import Smooth
 from enginewright.passes.quant.static_scales import FixScales, largest_seen
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.plugins.target import Target
+from enginewright.quant_methods import MethodInfo
 
 SCHEMES = ("dynamic", "static")
 
@@ -21,8 +23,7 @@ SCHEMES = ("dynamic", "static")
 class Int8Sq(W8A8):
     """activation_scheme: whether scales of activations are those of each token, or fixed for all by calibration."""
 
-    name: ClassVar[str] = "int8-sq"
-    calibrated: ClassVar[bool] = True
+    info: ClassVar[MethodInfo] = quant_methods.INT8_SQ
     activation_scheme: str = "dynamic"
 
     def __post_init__(self) -> None:

@@ -10,17 +10,19 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
+from enginewright import quant_methods
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.weights import Output
 from enginewright.plugins.embed.embed_w8 import EMBED_W8
 from enginewright.plugins.gemm.gemm_w8a16 import GEMM_W8A16
+from enginewright.quant_methods import MethodInfo
 
 LARGEST = 127  # codes are in [-127, 127]: sign and absolute value fit, which AVX2 needs
 
 
 @dataclass(frozen=True)
 class Int8Wo(QuantConfig):
-    name: ClassVar[str] = "int8-wo"
+    info: ClassVar[MethodInfo] = quant_methods.INT8_WO
 
     def outputs(self, name: str, rows: int, columns: int) -> Sequence[Output]:
         return [(name, torch.int8, (rows, columns)), (f"{name}.scale", torch.float32, (rows,))]

@@ -18,6 +18,7 @@ from enginewright.passes.weights import Output, RowReader, RowsTensor, converted
 from enginewright.plugins.gemm.quantize_rows import LARGEST_CODE
 from enginewright.plugins.plugin import CODES
 from enginewright.plugins.target import CPU_TARGET, Activations, Target
+from enginewright.quant_methods import MethodInfo
 
 LONGEST_GROUP = 512  # columns of one of several runs
 
@@ -56,8 +57,17 @@ def check_finite(weight: torch.Tensor, name: str) -> torch.Tensor:
 class QuantConfig(ABC):
     """A method and its settings."""
 
-    name: ClassVar[str]  # what `--quant` calls it
-    calibrated: ClassVar[bool] = False  # whether `prepare` has to see texts
+    info: ClassVar[MethodInfo]  # facts that need no torch
+
+    @property
+    def name(self) -> str:
+        """Name in `--quant`."""
+        return self.info.name
+
+    @property
+    def calibrated(self) -> bool:
+        """True if `prepare` has to see texts."""
+        return self.info.calibrated
 
     @property
     def tables(self) -> "QuantConfig":

@@ -12,6 +12,7 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
+from enginewright import quant_methods
 from enginewright.passes.quant.method import OfLayers, QuantConfig, check_finite, in_runs
 from enginewright.passes.quant.w8a8 import W8Table
 from enginewright.passes.weights import Output
@@ -19,6 +20,7 @@ from enginewright.plugins.gemm.gemm_mxfp4a8 import DOUBLED, GEMM_MXFP4A8
 from enginewright.plugins.gemm.gemm_mxfp4a16 import GEMM_MXFP4A16
 from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.target import Activations, Target
+from enginewright.quant_methods import MethodInfo
 
 RUN = 32  # columns that share a scale
 LEAST = 2.0**-123  # of a run's largest number, or as if: half of its power is then bfloat16's smallest normal number
@@ -28,7 +30,7 @@ HALFWAYS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
 
 @dataclass(frozen=True)
 class Mxfp4(OfLayers):
-    name: ClassVar[str] = "mxfp4"
+    info: ClassVar[MethodInfo] = quant_methods.MXFP4
 
     @property
     def activation_group(self) -> int:

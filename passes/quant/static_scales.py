@@ -11,6 +11,7 @@ from typing import ClassVar
 import onnx_ir as ir
 import torch
 
+from enginewright import quant_methods
 from enginewright.passes.graph import LinearLayer
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.auto import free_weights
@@ -20,6 +21,7 @@ from enginewright.passes.streaming import stream
 from enginewright.passes.weights import shape_of
 from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.target import Target
+from enginewright.quant_methods import MethodInfo
 
 LEAST = 2.0**-60  # of a run that was 0 wherever it was seen
 
@@ -28,7 +30,7 @@ LEAST = 2.0**-60  # of a run that was 0 wherever it was seen
 class StaticInt8(W8A8):
     """The format of one layer."""
 
-    name: ClassVar[str] = "int8-sq"
+    info: ClassVar[MethodInfo] = quant_methods.INT8_SQ
     largest: tuple[float, ...] = ()  # of each run of its input, where a target takes static scales
 
     def activation_largest(self, target: Target) -> tuple[float, ...]:

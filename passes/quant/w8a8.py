@@ -11,17 +11,19 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from enginewright import quant_methods
 from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.plugins.gemm.gemm_w8a8 import GEMM_W8A8
 from enginewright.plugins.plugin import width_of
 from enginewright.plugins.target import Activations, Target
+from enginewright.quant_methods import MethodInfo
 
 
 @dataclass(frozen=True)
 class W8A8(Int8Wo):
     """group_size: columns of activations that share a scale, a multiple of 32 up to 512; 0 is all of a token."""
 
-    name: ClassVar[str] = "w8a8"
+    info: ClassVar[MethodInfo] = quant_methods.W8A8
     group_size: int = 32
 
     @property

@@ -23,7 +23,7 @@ def rewrites() -> Table:
             _, results = run_pipeline(dense_graph(case), method())
             counts = {name: result.rewrites for name, result in results.items()}
             refusals = {f"refused: {sentence}": 1 for result in results.values() for sentence in result.refusals}
-            table[case][method.name] = counts | refusals
+            table[case][method.info.name] = counts | refusals
     return table
 
 

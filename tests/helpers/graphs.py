@@ -18,7 +18,7 @@ from tests.helpers.onnx_run import Array, Oracle
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 # Methods that look at activations write the formats of these, and have tests of their own.
-QUANTS: list[QuantConfig] = [method() for method in METHODS if not method.calibrated]
+QUANTS: list[QuantConfig] = [method() for method in METHODS if not method.info.calibrated]
 
 # What passes meet: biases on some layers or all, tied and separate heads, norms by head, norms on both sides, windows,
 # one and several KV groups, soft caps, one kv head and many. Name → family and what differs from its tiny_config.

@@ -12,10 +12,10 @@ from tests.test_method_engines import activations_of, difference
 TOKENS = [1, 504, 3575, 282, 4649, 314, 7042, 30, 198, 339, 5248, 2520, 327, 253, 1194, 28, 284, 2744]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.info.name)
 def test_an_engine_computes_its_graph(
     method: type[QuantConfig], smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = difference(open_checkpoint(str(smollm2_folder)), method(), TOKENS, tmp_path, monkeypatch)
     bounds = tolerances.ENGINE_GRAPH_SMOLLM2
-    assert error < bounds.get(method.name, bounds[activations_of(method)])
+    assert error < bounds.get(method.info.name, bounds[activations_of(method)])
