@@ -247,7 +247,7 @@ def with_possible_kv(config: BuildConfig, *models: Mapping[str, Any]) -> BuildCo
 def chosen_quant(name: str | None, **settings: object) -> QuantConfig | None:
     """What --quant and the settings of methods ask for; None where they leave it to the checkpoint."""
     given = name is not None or any(value is not None for value in settings.values())
-    return quant_config(name or Bf16.name, **settings) if given else None
+    return quant_config(name or Bf16.info.name, **settings) if given else None
 
 
 def default_output(checkpoint: Checkpoint, config: BuildConfig) -> Path:
