@@ -15,9 +15,11 @@ import onnx
 import pytest
 from click.testing import CliRunner, Result
 
-from enginewright import _cpu, cli_hints
-from enginewright.cli import DRAFT_QUANTS, QUANTS, main
-from enginewright.cli_help import SectionCommand, SectionOption, first_sentence
+from enginewright import _cpu
+from enginewright.cli import hints, main
+from enginewright.cli.build import DRAFT_QUANTS
+from enginewright.cli.help import SectionCommand, SectionOption, first_sentence
+from enginewright.cli.options import QUANTS
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
@@ -378,7 +380,7 @@ def test_options_of_other_programs_are_answered_with_what_to_do(typed: str, answ
 
 def test_hints_name_options_that_exist() -> None:
     known = {option for _, command in commands() for parameter in command.params for option in parameter.opts}
-    for name, hint in cli_hints.OPTIONS.items():
+    for name, hint in hints.OPTIONS.items():
         for option in re.findall(r"--[a-z-]+", hint):
             assert option in known, (name, option)
 

@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from enginewright.cli_options import Commands
+from enginewright.cli.groups import Commands
 from tests.helpers.serving import tiny_engine
 
 

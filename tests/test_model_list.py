@@ -7,7 +7,8 @@ from click.testing import CliRunner
 from enginewright.builder.model_list import PUBLISHED_WEIGHTS, as_markdown, families, wrappers
 from enginewright.builder.models import model_types
 from enginewright.builder.wrappers import WRAPPERS
-from enginewright.cli import QUANTS, main
+from enginewright.cli import main
+from enginewright.cli.options import QUANTS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/models.md"
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from enginewright.cli import main
-from enginewright.cli_recipes import SHIPPED, purpose_of
+from enginewright.cli.recipes import SHIPPED, purpose_of
 from enginewright.engine_file import EngineFile
 from tests.helpers.odd_files import make_sparse
 from tests.helpers.tiny import tiny_checkpoint

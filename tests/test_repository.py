@@ -16,8 +16,8 @@ from enginewright import __version__
 from tests.helpers.source_rules import violations
 
 ROOT = Path(__file__).resolve().parent.parent
-LINKS = ("builder", "cli.py", "configs", "csrc", "passes", "plugins", "runtime")
-PRODUCT = (*LINKS, "bench", "src", "benchmarks", "setup.py")
+LINKS = ("builder", "configs", "csrc", "passes", "plugins", "runtime")
+PRODUCT = (*LINKS, "bench", "src", "benchmarks", "cli.py", "setup.py")
 
 
 def files(*roots: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:

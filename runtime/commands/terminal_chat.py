@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from enginewright.errors import UsageError
@@ -11,7 +12,9 @@ from enginewright.runtime.api.llm import LLM, DeltaStream
 from enginewright.runtime.commands.console import refuse_failed
 from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.params import default_params
 from enginewright.runtime.core.prompts import Conversation, PromptTooLongError
+from enginewright.runtime.device.devices import open_engine
 from enginewright.runtime.sampling.sampling import SamplingParams
 from enginewright.runtime.text.messages.formats import new_parser
 from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
@@ -28,6 +31,40 @@ KEPT_SHARE = 0.5  # of the context that the prompt may have then: what goes on i
 DIM, PLAIN = "\033[2m", "\033[22m"
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+def chat(
+    engine: Path,
+    *,
+    system: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    no_thinking: bool,
+    verify: bool,
+    limits: Mapping[str, Any],
+    **sampling: Any,
+) -> None:
+    """Opens an engine and holds a conversation on the terminal until its end.
+
+    Args:
+        engine: The engine file.
+        system: A system message before the conversation.
+        chat_template_kwargs: Further variables of the chat template.
+        no_thinking: Turns the model's thinking off.
+        verify: Checks the hashes of the weights first.
+        limits: Fields of RuntimeConfig.
+        sampling: Fields of SamplingParams. None stands for the model's own default.
+
+    Raises:
+        UsageError: The model writes no text, or an option does not fit its chat template.
+        EngineError: The engine cannot be opened, or an answer fails.
+    """
+    limits = {**limits, "max_num_seqs": 1}
+    with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:
+        variables = chat_template_kwargs or {}
+        if no_thinking:
+            variables = without_thinking(llm.get_tokenizer(), variables)
+        params = default_params(opened, **sampling)
+        TerminalChat(llm, params, system=system, template_kwargs=variables).run()
 
 
 def without_thinking(tokenizer: Tokenizer, names: Mapping[str, Any]) -> dict[str, Any]:

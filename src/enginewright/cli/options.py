@@ -1,193 +1,21 @@
-"""What the commands of `engine` share: types of values, groups of options, and how errors are shown."""
+"""Groups of options that several commands take."""
 
-import json
-import shlex
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from enginewright.checkpoint_ref import check_written_path
-from enginewright.cli_help import SectionCommand, section, with_options
-from enginewright.cli_hints import hint_for_command, hint_for_quant, hint_for_target
-from enginewright.cli_process import INTERRUPTED, open_standard_streams, sigterm_ends_the_command
-from enginewright.errors import EngineError, UsageError
-from enginewright.printable import printable_lines, printable_values
+from enginewright.cli.help import section, with_options
+from enginewright.cli.values import Bytes, Count, JsonObject
 from enginewright.runtime.config import MAX_GUESSES, SPECULATE
-from enginewright.runtime.count import parse_bytes, parse_count
-from enginewright.targets import SMS, parse_targets
 
-# What the base install does without, by the extra that brings it.
-EXTRAS = {
-    "build": ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch"),
-    "bench": ("enginewright_bench",),
-    "sign": ("OpenSSL", "cryptography", "model_signing", "sigstore"),
-}
+QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
 
 
-class Count(click.ParamType[int]):
-    """A whole number, positive if nothing else is said; `32k` is 32768."""
-
-    name = "count"
-
-    def __init__(self, least: int = 1) -> None:
-        self.least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_count(str(value), self.least)
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-
-class EnginePath(click.Path):
-    """The path of an engine file. One that begins like a path (./, ../, /, ~) is never taken for a hub id."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        check_written_path(str(value))
-        return super().convert(value, param, ctx)
-
-
-class Bytes(click.ParamType[int]):
-    """A size in bytes; `2g` and `2GiB` are 2 * 2**30, `2GB` is 2 * 10**9."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(str(value))
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-
-class JsonObject(click.ParamType[dict[str, Any]]):
-    """An object in JSON: {"enable_thinking": false}."""
-
-    name = "json"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            self.fail(f"{value!r} is no JSON: {error}", param, ctx)
-        if not isinstance(found, dict):
-            self.fail(f"{value!r} is no JSON object", param, ctx)
-        return found
-
-
-class Target(click.ParamType[str]):
-    """A target, or several that are joined by + or commas."""
-
-    name = "target"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if hint := hint_for_target(str(value), SMS):
-            self.fail(f"{value!r} names no GPU architecture. {hint}", param, ctx)
-        try:
-            parse_targets([value])
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-        return str(value)
-
-
-class Quant(click.Choice[str]):
-    """A quantization method; a name from elsewhere is answered with the one that it means."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter as error:
-            hint = hint_for_quant(str(value), self.choices)
-            self.fail(f"{error.message} {hint}".rstrip(), param, ctx)
-
-
-class Commands(click.Group):
-    """A group that suggests the nearest command, and ends with the exit code of an EngineError."""
-
-    command_class = SectionCommand
-    program = "engine"
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            hint = hint_for_command(args, self.list_commands(ctx), self.program)
-            raise click.UsageError(f"{error.message} {hint}".rstrip(), ctx) from None
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        open_standard_streams()
-        with sigterm_ends_the_command():
-            return super().main(*args, **kwargs)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()  # a stdout that nobody reads fails here, and not when Python ends
-            return result
-        except KeyboardInterrupt:
-            ctx.exit(INTERRUPTED)
-        except EngineError as error:
-            click.echo(f"engine: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except click.UsageError as error:  # it quotes what was typed, and names of files
-            shown = printable_lines(message := error.format_message())
-            if shown == message:
-                raise
-            raise click.UsageError(shown, error.ctx) from None
-        except ModuleNotFoundError as error:
-            missing = (error.name or "").partition(".")[0]
-            extra = next((extra for extra, packages in EXTRAS.items() if missing in packages), None)
-            if extra is None:
-                raise
-            click.echo(f"engine: this command needs {missing}, which is not installed", err=True)
-            click.echo(f"Install it with: pip install 'enginewright[{extra}]'", err=True)
-            ctx.exit(UsageError.exit_code)
-
-
-def say(text: str, *, err: bool = False) -> None:
-    """Print lines for people. What is not printable in the names that they hold is escaped."""
-    click.echo(printable_lines(text), err=err)
-
-
-def show(report: Mapping[str, Any], describe: Callable[[dict[str, Any]], str] | None) -> None:
-    """Print a report on stdout, as lines for people or, without `describe`, as JSON."""
-    click.echo(json.dumps(report) if describe is None else describe(printable_values(report)))
-
-
-def refuse_stray_question(context: click.Context, engine: Path) -> None:
-    """Say where a question belongs that stands behind the engine without an option.
-
-    Raises:
-        UsageError: there is such a word.
-    """
-    if context.args:
-        question = " ".join(context.args)
-        command = shlex.join(["engine", "generate", str(engine), "--chat", question])
-        raise UsageError(
-            f"{question!r} belongs to no option",
-            "a question needs --chat, and a text to continue --prompt",
-            f"Did you mean: {command}",
-        )
-
-
-class BenchCommands(Commands):
-    """`engine bench --profile ENGINE` is `engine bench profile ENGINE`."""
-
-    program = "engine bench"
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, ["profile", *args[1:]] if args[:1] == ["--profile"] else args)
+def pop_options(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Takes the options of these names out of a command's options, and returns them."""
+    return {name: options.pop(name) for name in names}
 
 
 _limits = section("Limits")
@@ -217,6 +45,16 @@ DEVICE_OPTION = _machine(
     default="auto",
     help="Where the engine runs: cpu, cuda, cuda:1 for the second GPU, or auto, which takes the first GPU if the "
     "engine has code for it, and otherwise the CPU.",
+)
+
+VERIFY_OPTION = _machine(
+    "--verify",
+    is_flag=True,
+    help="Check the hashes of the weights before the start, which takes about a second for 2 GiB. The hashes of all "
+    "other parts of the file are always checked.",
+)
+EVERY_LINE_OPTION = section("Output")(
+    "--all", "every_line", is_flag=True, help="List every difference; long lists are cut short otherwise."
 )
 
 # Options of every command that runs an engine, and the names of their values.

@@ -10,11 +10,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from enginewright.cli_help import section
+from enginewright.cli.help import section
 from enginewright.errors import UsageError
 from enginewright.regular_file import SMALL_FILE_BYTES, read_regular
 
-PLACE = Path(__file__).with_name("configs")
+PLACE = Path(__file__).parent.with_name("configs")
 SHIPPED = {name: PLACE / f"{name}.toml" for name in sorted(path.stem for path in PLACE.glob("*.toml"))}
 OF_ONE_RUN = (
     "recipe",

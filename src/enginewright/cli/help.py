@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from enginewright.cli_hints import hint_for_option
+from enginewright.cli.hints import hint_for_option
 
 Decorator = Callable[[Any], Any]
 OTHER = "Other"  # the section of options that name none, such as --help

@@ -1,0 +1,82 @@
+"""`engine build`, `engine rebuild` and `engine export`, with their progress on the terminal."""
+
+from pathlib import Path
+from typing import Any
+
+from enginewright.builder.build import BuildConfig, BuildReport, build_engine, default_output, with_possible_kv
+from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.builder.console import ConsoleProgress
+from enginewright.builder.draft import open_draft, source_of
+from enginewright.builder.export import export_onnx
+from enginewright.builder.forecast import Forecast, forecast
+from enginewright.builder.models import build_graph, check_config
+from enginewright.builder.rebuild import rebuild
+from enginewright.output_file import require_writable
+
+
+def build_model(
+    model: str,
+    config: BuildConfig,
+    output: Path | None,
+    *,
+    draft: str | None,
+    dry_run: bool,
+    requires_kv_dtype: bool,
+) -> BuildReport | Forecast:
+    """Builds an engine from a checkpoint, and shows the progress on stderr.
+
+    Args:
+        model: A folder, a GGUF file, or the name of a model on the Hugging Face hub.
+        config: Options of the build.
+        output: The engine file to write. None: MODEL-METHOD.engine in the working directory.
+        draft: What predicts draft tokens, as --draft names it. None: nothing.
+        dry_run: Computes a forecast of the build; nothing is downloaded or written.
+        requires_kv_dtype: Refuses a model that cannot have the KV cache's dtype in `config`. False: such a model gets
+            bf16, and the report says so.
+
+    Raises:
+        UnsupportedModelError: The model, or something in it, is not implemented.
+        UsageError: The options do not fit the model.
+        EngineError: The checkpoint cannot be read, or the engine cannot be written.
+        QualityGateError: The engine is too far from its source.
+    """
+    with ConsoleProgress() as progress:
+        progress.phase("open the checkpoint")
+        checkpoint = open_checkpoint(model, only_cached=dry_run, check_config=check_config)
+        opened_draft = open_draft(draft, only_cached=dry_run, check_config=check_config) if draft else None
+        if not requires_kv_dtype:
+            source = source_of(opened_draft)
+            config = with_possible_kv(config, checkpoint.config, *([source[1].config] if source else []))
+        path = output or default_output(checkpoint, config)
+        return (forecast if dry_run else build_engine)(checkpoint, config, path, progress, opened_draft)
+
+
+def rebuild_engine(engine: Path, **options: Any) -> dict[str, Any]:
+    """Builds an engine once more, shows the progress on stderr, and returns the comparison.
+
+    Args:
+        engine: The engine file.
+        options: Those of `rebuild`.
+
+    Raises:
+        UsageError, CorruptEngineError, EngineError: As `rebuild` raises them.
+    """
+    with ConsoleProgress() as progress:
+        return rebuild(engine, progress, **options)
+
+
+def export_model(model: str, path: Path, dtype: str) -> None:
+    """Writes a checkpoint as an ONNX file in standard operators.
+
+    Args:
+        model: A folder, a GGUF file, or the name of a model on the Hugging Face hub.
+        path: The ONNX file to write.
+        dtype: Format of weights and activations, one of `export.DTYPES`.
+
+    Raises:
+        UnsupportedModelError: The model, or something in it, is not implemented.
+        UsageError: There is no such model, or the file cannot be written there.
+        EngineError: The checkpoint is damaged, or the disk has no space.
+    """
+    require_writable(path, regular=True)  # before a download that may take minutes
+    export_onnx(build_graph(open_checkpoint(model, check_config=check_config)), path, dtype)

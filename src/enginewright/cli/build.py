@@ -1,0 +1,295 @@
+"""Commands that make files from models: `engine build`, `engine rebuild` and `engine export`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginewright.cli.help import JSON_OPTION, SectionCommand, section
+from enginewright.cli.options import EVERY_LINE_OPTION, QUANT_OPTIONS, QUANTS
+from enginewright.cli.printing import say, show, show_report
+from enginewright.cli.recipes import from_recipe, recipe_option
+from enginewright.cli.values import Count, EnginePath, Quant, Target
+from enginewright.dtypes import KV_CACHES, kv_share
+from enginewright.targets import CPU, PTX, SMS, parse_targets
+
+DRAFT_QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "mxfp4", "fp8")  # that need no calibration
+KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
+KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
+
+# Sections of help; `engine COMMAND --help` lists them in the order in which their first options are declared.
+model, form, calibration = section("Model"), section("Format"), section("Calibration")
+targets_section, gate_section, output_section = section("Targets"), section("Quality gate"), section("Output")
+
+
+def list_models(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from enginewright.builder.model_list import as_text
+
+        click.echo(as_text())
+        context.exit()
+
+
+@click.command(cls=SectionCommand)
+@click.argument("model")
+@recipe_option
+@model(
+    "--list-models",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=list_models,
+    help="List the families of models that can be built, and end.",
+)
+@model(
+    "--max-seq-len",
+    type=Count(),
+    show_default="the model's own limit",
+    help="Longest sequence that the engine can hold, in tokens: prompt and answer together. 32k is 32768.",
+)
+@model(
+    "--max-batch-size",
+    type=Count(),
+    default=32,
+    help="Batch size that the engine file records for `engine inspect`; `engine run --max-num-seqs` sets the real one.",
+)
+@model(
+    "--draft",
+    show_default="none",
+    help="What the engine holds as well, to guess what MODEL says next: a smaller model of the same tokenizer, named "
+    "like MODEL, for --speculate draft; or the folder of an EAGLE-3 head or of Medusa heads that were trained for "
+    "MODEL, for --speculate eagle or medusa; or skip:8, the first 8 layers of MODEL itself, for --speculate skip; or "
+    "auto, which takes the MTP layer that MODEL carries and makes --speculate mtp the engine's default, or else ngram.",
+)
+@form(
+    "--quant",
+    type=Quant(QUANTS),
+    show_default="bf16; a MODEL that is quantized already keeps its format, and takes no --quant",
+    help="Number format of weights and activations. bf16 and int8-wo (8-bit weights) are the closest to MODEL, w8a8 "
+    "(8-bit activations as well) reads prompts faster, int4-rtn, mxfp4 and fp8 need no calibration either. int8-sq, "
+    "int4-awq and int4-gptq are calibrated: more exact, in minutes. auto mixes formats to reach --bits on average.",
+)
+@QUANT_OPTIONS
+@form(
+    "--draft-quant",
+    type=Quant(DRAFT_QUANTS),
+    show_default="that of MODEL, but for its calibration",
+    help="Number format of a --draft. Fewer bits make it faster, and guesses wrong a little more often; answers stay "
+    "the same.",
+)
+@form(
+    "--kv-cache-dtype",
+    type=click.Choice(tuple(KV_CACHE_DTYPES)),
+    default="bf16",
+    help="Format of the KV cache. Of bf16's memory "
+    + ", ".join(f"{name} takes {kv_share(dtype):.0%}" for name, dtype in KV_CACHES.items() if name != "bf16")
+    + ".",
+)
+@calibration(
+    "--calib-data",
+    show_default="texts that the model writes itself",
+    help="Texts that calibrated methods (int8-sq, int4-awq, int4-gptq, auto) measure activations on: a file of JSON "
+    "lines or plain text, or a data set of the Hugging Face hub, owner/name or owner/name:file.",
+)
+@calibration(
+    "--calib-size",
+    type=Count(),
+    show_default="32",
+    help="Number of texts to calibrate with; each is cut after 128 tokens.",
+)
+@targets_section(
+    "--target",
+    "targets",
+    type=Target(),
+    multiple=True,
+    default=(CPU,),
+    help="Hardware that the engine holds code for: cpu, or cuda: and GPU architectures, such as sm_80 (A100), sm_86 "
+    "(RTX 30), sm_89 (RTX 40), sm_90a (H100) and sm_100a (B200). All of them: "
+    f"{', '.join((*SMS, PTX))}; ptx is compiled where it runs. Join several: cpu+cuda:sm_80,sm_90a. No GPU is "
+    "needed to build.",
+)
+@targets_section(
+    "--batch-invariant",
+    is_flag=True,
+    help="Make answers on GPUs bit for bit the same, whether a request runs alone or in a batch. Long prompts are "
+    "read more slowly. Answers on CPUs always are.",
+)
+@gate_section(
+    "--gate",
+    default="quick",
+    show_default="quick, with the limits of the method",
+    help="Quality gate: compare the engine with MODEL, and refuse it if it is further off than the limits allow. "
+    "quick measures KL, top-1 agreement, perplexity and the errors of layers on as many texts as it needs, full on "
+    "all texts, with more checks. Limits may follow: quick,kl=0.05,top1=0.97.",
+)
+@gate_section(
+    "--report",
+    type=click.Path(path_type=Path),
+    show_default="no report",
+    help="Write what the gate measured to a page (.html, with the figures in a .json file beside it), or to a .json "
+    "file.",
+)
+@output_section(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="MODEL-METHOD.engine in this folder",
+    help="The engine file to write.",
+)
+@output_section(
+    "--dump-graphs",
+    type=click.Path(path_type=Path, file_okay=False),
+    show_default="none",
+    help="Folder for the model's graph after each pass of the compiler, as ONNX files without weights.",
+)
+@output_section(
+    "--provenance",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="none",
+    help="Write what the engine was built of, by what and how: a JSON file, SLSA provenance in an in-toto Statement.",
+)
+@output_section(
+    "--builder-id",
+    show_default="this program",
+    help="URI of the platform that builds, for the provenance: of a CI workflow, for example.",
+)
+@output_section(
+    "--dry-run",
+    is_flag=True,
+    help="Only say what the build would make, and how much disk space and memory it would need. Nothing is downloaded "
+    "or written: a model of the hub must have been downloaded before.",
+)
+@JSON_OPTION
+def build(
+    model: str,
+    quant: str | None,
+    draft_quant: str | None,
+    kv_cache_dtype: str,
+    calib_data: str | None,
+    calib_size: int | None,
+    targets: tuple[str, ...],
+    max_seq_len: int | None,
+    max_batch_size: int,
+    batch_invariant: bool,
+    output: Path | None,
+    gate: str,
+    report: Path | None,
+    dump_graphs: Path | None,
+    provenance: Path | None,
+    builder_id: str | None,
+    dry_run: bool,
+    draft: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Build MODEL into one engine file.
+
+    MODEL is the folder of a Hugging Face checkpoint, a GGUF file, or the name of a model on the Hugging Face hub:
+    owner/name or owner/name@revision.
+    """
+    from enginewright.builder.build import BuildConfig, chosen_quant
+    from enginewright.builder.commands import build_model
+    from enginewright.builder.console import describe
+    from enginewright.builder.gate import parse_gate
+
+    config = BuildConfig(
+        quant=chosen_quant(quant, **settings),
+        draft_quant=chosen_quant(draft_quant),
+        kv_cache_dtype=KV_CACHE_DTYPES[kv_cache_dtype],
+        targets=parse_targets(targets),
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        batch_invariant=batch_invariant,
+        calib_data=calib_data,
+        calib_size=calib_size,
+        dump_graphs=dump_graphs,
+        gate=parse_gate(gate),
+        report=report,
+        provenance=provenance,
+        builder_id=builder_id,
+    )
+    requires_kv_dtype = not from_recipe("kv_cache_dtype")
+    made = build_model(model, config, output, draft=draft, dry_run=dry_run, requires_kv_dtype=requires_kv_dtype)
+    show_report(made, None if as_json else describe, err=True)
+
+
+@click.command(cls=SectionCommand)
+@click.argument("engine", type=EnginePath())
+@model(
+    "--model",
+    "source",
+    show_default="looked for beside ENGINE, here, and in the cache of the hub",
+    help="The checkpoint that ENGINE was built of: a folder, a GGUF file, or a name on the hub.",
+)
+@model(
+    "--draft",
+    show_default="looked for in the same places",
+    help="The checkpoint of the smaller model beside it, or the folder of its heads, where ENGINE has one.",
+)
+@calibration(
+    "--calib-data",
+    show_default="none",
+    help="Texts that ENGINE was calibrated on, where it was built with --calib-data.",
+)
+@gate_section(
+    "--evidence/--no-evidence",
+    default=True,
+    help="Also measure again what the quality gate has measured. It takes the longest, and the content does not depend "
+    "on it.",
+)
+@output_section(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="not kept",
+    help="Keep the engine that is made.",
+)
+@EVERY_LINE_OPTION
+@JSON_OPTION
+@click.pass_context
+def rebuild(
+    context: click.Context,
+    engine: Path,
+    source: str | None,
+    draft: str | None,
+    calib_data: str | None,
+    evidence: bool,
+    output: Path | None,
+    every_line: bool,
+    as_json: bool,
+) -> None:
+    """Make ENGINE again from what it was built of, and compare the two.
+
+    The exit code is 0 if their content is the same, 1 if it differs, and 2 if an input is missing or has changed.
+    """
+    from enginewright.builder.commands import rebuild_engine
+    from enginewright.builder.rebuild import describe
+
+    report = rebuild_engine(engine, model=source, draft=draft, calib_data=calib_data, evidence=evidence, output=output)
+    show(report, None if as_json else partial(describe, every_line=every_line))
+    context.exit(0 if report["same"] else 1)
+
+
+@click.command(cls=SectionCommand)
+@click.argument("model")
+@output_section(
+    "--onnx",
+    "path",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The ONNX file to write. Weights of more than 1 GiB go to a second file beside it, FILE.data.",
+)
+@output_section(
+    "--dtype", type=click.Choice(("fp32", "fp16")), default="fp32", help="Format of weights and activations."
+)
+def export(model: str, path: Path, dtype: str) -> None:
+    """Write a model as a standard ONNX file, for other runtimes.
+
+    MODEL is the folder of a Hugging Face checkpoint, a GGUF file, or the name of a model on the hub, as for `engine
+    build`.
+    """
+    from enginewright.builder.commands import export_model
+
+    export_model(model, path, dtype)
+    say(f"wrote {path}", err=True)

@@ -1,0 +1,200 @@
+"""Commands about an engine file as it is: `engine inspect`, `verify`, `sign`, `doctor` and `diff`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginewright.cli.help import JSON_OPTION, SectionCommand, section
+from enginewright.cli.options import DEVICE_OPTION, EVERY_LINE_OPTION, ISA_OPTION, LIMIT_OPTIONS, THREADS_OPTION
+from enginewright.cli.printing import show
+from enginewright.cli.values import Bytes, EnginePath
+
+output_section, trust_section, signer_section = section("Output"), section("Trust"), section("Signer")
+SIGNATURE_OPTION = section("Signature")(
+    "--signature",
+    type=click.Path(path_type=Path),
+    show_default="FILE.sig, beside the file",
+    help="Where the signature is.",
+)
+
+
+@click.command(cls=SectionCommand)
+@click.argument("engine", type=EnginePath())
+@output_section(
+    "--memory",
+    type=Bytes(),
+    show_default="what this machine has free",
+    help="Say how many sequences fit this much memory, weights included: 8GiB, 8g (the same) or 8GB.",
+)
+@output_section("--sections", is_flag=True, help="List every section of the file, with its size and format.")
+@JSON_OPTION
+def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> None:
+    """Show what is in an engine file.
+
+    That is the model, how it was built, what the quality gate measured, and how many sequences fit into memory.
+    """
+    from enginewright.runtime.commands.inspect import describe, summarize
+
+    summary = summarize(engine, memory)
+    show(summary, None if as_json else partial(describe, every_section=sections))
+
+
+@click.command(cls=SectionCommand)
+@click.argument("engine", type=EnginePath())
+@section("Checks")(
+    "--goldens/--no-goldens",
+    default=True,
+    help="Also run the prompts whose results the build recorded, and compare what this machine computes.",
+)
+@trust_section(
+    "--key",
+    type=click.Path(path_type=Path),
+    show_default="nobody is trusted",
+    help="Public key (PEM) whose owner has to have signed ENGINE.",
+)
+@trust_section(
+    "--certificate",
+    "certificates",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    show_default="none",
+    help="Root certificate (PEM) that the signer's certificate has to lead to; may be given several times.",
+)
+@trust_section(
+    "--identity",
+    show_default="none",
+    help="Who has to have signed ENGINE without a key: an e-mail address, or the URL of a CI workflow.",
+)
+@trust_section("--issuer", show_default="none", help="URL of the OpenID provider that knows the --identity.")
+@SIGNATURE_OPTION
+@trust_section(
+    "--provenance",
+    type=click.Path(path_type=Path),
+    show_default="not checked",
+    help="Also check that this file, of `engine build --provenance`, is about ENGINE, and signed like it.",
+)
+@DEVICE_OPTION
+@THREADS_OPTION
+@ISA_OPTION
+@JSON_OPTION
+def verify(
+    engine: Path,
+    goldens: bool,
+    key: Path | None,
+    certificates: tuple[Path, ...],
+    identity: str | None,
+    issuer: str | None,
+    signature: Path | None,
+    provenance: Path | None,
+    threads: int | None,
+    isa: str | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Check that an engine file is intact, and whom it is from.
+
+    The hash of every part of the file is checked, weights included, and the signature if you name whom you trust.
+    Then the engine is run, to see whether it computes on this machine what it computed where it was built.
+    """
+    from enginewright.runtime.commands.signing import choose_trust
+    from enginewright.runtime.commands.verify import verify as run_verify
+
+    report = run_verify(
+        engine,
+        goldens=goldens,
+        threads=threads,
+        isa=isa,
+        device=device,
+        trust=choose_trust(key, certificates, identity, issuer),
+        signature=signature,
+        provenance=provenance,
+    )
+    show(report, None if as_json else lambda one: "\n".join(f"{name:<12} {text}" for name, text in one.items()))
+
+
+@click.command(cls=SectionCommand)
+@click.argument("file", type=click.Path(path_type=Path))
+@signer_section(
+    "--key",
+    type=click.Path(path_type=Path),
+    show_default="none",
+    help="Private key (PEM, on the curve P-256, P-384 or P-521, without a password) to sign with.",
+)
+@signer_section(
+    "--certificate",
+    type=click.Path(path_type=Path),
+    show_default="the key alone",
+    help="Certificate (PEM) of the key, for whoever trusts its root.",
+)
+@signer_section(
+    "--chain",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    show_default="none",
+    help="Certificate (PEM) between that and the root; may be given several times.",
+)
+@signer_section(
+    "--keyless",
+    is_flag=True,
+    help="Sign as the CI job that this is, or as whoever logs in on the web page that opens, with a certificate of "
+    "Sigstore. What is signed, and by whom, is then in a public log.",
+)
+@SIGNATURE_OPTION
+@JSON_OPTION
+def sign(
+    file: Path,
+    key: Path | None,
+    certificate: Path | None,
+    chain: tuple[Path, ...],
+    keyless: bool,
+    signature: Path | None,
+    as_json: bool,
+) -> None:
+    """Sign FILE, an engine or its provenance.
+
+    The signature is a Sigstore bundle as OpenSSF Model Signing has it: a file of its own, which leaves FILE as it is.
+    """
+    from enginewright.runtime.commands.signing import choose_signer
+    from enginewright.runtime.commands.signing import sign as run_sign
+
+    written = run_sign(file, choose_signer(key, certificate, chain, keyless), signature)
+    report = {"file": str(file), "signature": str(written)}
+    show(report, None if as_json else lambda one: f"signed {one['file']}: {one['signature']}")
+
+
+@click.command(cls=SectionCommand)
+@click.argument("engine", type=EnginePath(), required=False)
+@LIMIT_OPTIONS
+@JSON_OPTION
+@click.pass_context
+def doctor(context: click.Context, /, engine: Path | None, as_json: bool, **limits: Any) -> None:
+    """Show what this machine has, and what ENGINE would do on it.
+
+    Nothing is run. The exit code is 0, and 1 if the engine cannot run here; warnings say what makes it slow.
+    """
+    from enginewright.runtime.api.vllm_options import runtime_config
+    from enginewright.runtime.commands.doctor import describe, examine
+
+    report = examine(engine, runtime_config(**limits))
+    show(report, None if as_json else describe)
+    context.exit(1 if report["problems"] else 0)
+
+
+@click.command(cls=SectionCommand)
+@click.argument("a", type=EnginePath())
+@click.argument("b", type=EnginePath())
+@EVERY_LINE_OPTION
+@JSON_OPTION
+@click.pass_context
+def diff(context: click.Context, a: Path, b: Path, every_line: bool, as_json: bool) -> None:
+    """Compare two engine files, A and B.
+
+    The exit code is 0 if their content is the same, and 1 if it differs.
+    """
+    from enginewright.runtime.commands.diff import compare, describe
+
+    report = compare(a, b)
+    show(report, None if as_json else partial(describe, every_line=every_line))
+    context.exit(0 if report["same"] else 1)

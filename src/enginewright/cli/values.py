@@ -1,0 +1,96 @@
+"""Types of the values that options and arguments take."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginewright.checkpoint_ref import check_written_path
+from enginewright.cli.hints import hint_for_quant, hint_for_target
+from enginewright.errors import UsageError
+from enginewright.runtime.count import parse_bytes, parse_count
+from enginewright.targets import SMS, parse_targets
+
+
+class Count(click.ParamType[int]):
+    """A whole number, positive if nothing else is said; `32k` is 32768."""
+
+    name = "count"
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_count(str(value), self.least)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class EnginePath(click.Path):
+    """The path of an engine file. One that begins like a path (./, ../, /, ~) is never taken for a hub id."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        check_written_path(str(value))
+        return super().convert(value, param, ctx)
+
+
+class Bytes(click.ParamType[int]):
+    """A size in bytes; `2g` and `2GiB` are 2 * 2**30, `2GB` is 2 * 10**9."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(str(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class JsonObject(click.ParamType[dict[str, Any]]):
+    """An object in JSON: {"enable_thinking": false}."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            self.fail(f"{value!r} is no JSON: {error}", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f"{value!r} is no JSON object", param, ctx)
+        return found
+
+
+class Target(click.ParamType[str]):
+    """A target, or several that are joined by + or commas."""
+
+    name = "target"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if hint := hint_for_target(str(value), SMS):
+            self.fail(f"{value!r} names no GPU architecture. {hint}", param, ctx)
+        try:
+            parse_targets([value])
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
+class Quant(click.Choice[str]):
+    """A quantization method; a name from elsewhere is answered with the one that it means."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            hint = hint_for_quant(str(value), self.choices)
+            self.fail(f"{error.message} {hint}".rstrip(), param, ctx)
