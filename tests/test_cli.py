@@ -361,7 +361,7 @@ def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str
         ("run x --tensor-paralel-size 2", "An engine runs on one device: leave it out."),
         ("run x -tp 2", "An engine runs on one device: leave it out."),
         ("generate x -ngl 99 -p x", "An engine runs on one device as a whole: --device cuda."),
-        ("run x --gpu-memory-utilization 0.9", "Say what the KV cache may take: --kv-cache-memory 8GiB."),
+        ("run x --gpu-memory-utilization 0.9", "Set the memory of the KV cache: --kv-cache-memory 8GiB."),
         ("run x --dtype auto", "Formats are chosen when the engine is built: engine build MODEL --quant METHOD."),
         ("build x --max-num-seqs 3", "The batch size is an option of engine run: --max-num-seqs."),
         ("build x --max-model-len 3", "The longest sequence of an engine is set by engine build --max-seq-len."),
@@ -369,7 +369,7 @@ def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str
         ("run x --enable-lora", "That is not implemented."),
         (
             "bench offline x --speculative-config {}",
-            "Put what guesses into the engine with engine build --draft, and choose it with --speculate.",
+            "Add the draft model with engine build --draft, and choose it with --speculate.",
         ),
         ("run x --max-num-seq 3", "(Did you mean one of: '--max-num-seqs', '--max-num-waiting'?)"),
     ],

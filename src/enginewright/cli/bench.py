@@ -16,8 +16,8 @@ server, load, measurement = section("Server"), section("Load"), section("Measure
 PLOT_OPTION = section("Output")(
     "--plot",
     type=click.Path(path_type=Path),
-    show_default="no picture",
-    help="Draw the measured latencies and throughput: an .svg or .png file.",
+    show_default="no plot",
+    help="Plot the measured latencies and throughput in this file, .svg or .png.",
 )
 
 
@@ -29,13 +29,18 @@ def bench() -> None:
 @bench.command("offline")
 @click.argument("engine", type=EnginePath())
 @WORKLOAD_OPTIONS
-@measurement("--rounds", type=int, default=3, help="How often the requests are run. Rates are medians over the rounds.")
-@measurement("--warm-up", type=int, default=1, help="Rounds that are run before these and do not count.")
+@measurement(
+    "--rounds",
+    type=int,
+    default=3,
+    help="Number of times that the requests are run. Rates are medians over the rounds.",
+)
+@measurement("--warm-up", type=int, default=1, help="Number of rounds that are run first and are not counted.")
 @measurement(
     "--compare",
     is_flag=True,
-    help="Run each round without guesses, too, beside the one with --speculate, and say how much faster guesses are "
-    "and how many answers are the same.",
+    help="Run each round a second time without speculation, and say how much faster --speculate is and how many "
+    "answers are the same.",
 )
 @LIMIT_OPTIONS
 @PLOT_OPTION
@@ -73,15 +78,13 @@ def bench_offline(
 )
 @section("Steps")(
     "--depth",
-    type=Count(least=0),
+    type=Count(minimum=0),
     multiple=True,
     show_default="512",
     help="Number of tokens that each of these sequences already has in the KV cache. The option may be given several "
     "times.",
 )
-@measurement(
-    "--rounds", type=int, default=5, help="How often to measure. Each round measures the roofline, then every step."
-)
+@measurement("--rounds", type=int, default=5, help="Number of rounds. Each measures the roofline, and then every step.")
 @THREADS_OPTION
 @JSON_OPTION
 def bench_profile(
@@ -93,7 +96,7 @@ def bench_profile(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Show which kernels the time of a step goes to, beside the machine's roofline.
+    """Show how long each kernel of a step takes, and compare it with the machine's roofline.
 
     With --prefill alone only prompts are profiled, with --batch or --depth alone only decoding. Every --batch is
     profiled at every --depth.
@@ -111,10 +114,10 @@ def bench_profile(
     "--endpoint",
     type=click.Choice(("completions", "chat")),
     default="completions",
-    help="Which API to use. completions sends token ids, so that prompts have exactly the length that is asked for.",
+    help="Which API to use. completions sends token ids, so that prompts have exactly the requested length.",
 )
 @server("--model", show_default="the first one that the server lists", help="Name of the model on the server.")
-@server("--api-key", show_default="none", help="Key that the server wants.")
+@server("--api-key", show_default="none", help="API key of the server.")
 @load(
     "--request-rate",
     type=float,
@@ -131,7 +134,7 @@ def bench_profile(
 @section("Requests")(
     "--vocab-size", type=Count(), default=10000, help="Random prompts use token ids below this number."
 )
-@measurement("--warm-up", type=int, default=1, help="Requests that are sent before the others and do not count.")
+@measurement("--warm-up", type=int, default=1, help="Number of requests that are sent first and are not counted.")
 @measurement(
     "--goodput",
     show_default="not counted",

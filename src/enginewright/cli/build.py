@@ -14,9 +14,9 @@ from enginewright.cli.values import Count, EnginePath, Quant, Target
 from enginewright.dtypes import KV_CACHES, kv_share
 from enginewright.targets import CPU, PTX, SMS, parse_targets
 
-DRAFT_QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "mxfp4", "fp8")  # that need no calibration
+DRAFT_QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "mxfp4", "fp8")  # methods that need no calibration
 KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
-KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # vLLM's names
+KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # names of vLLM
 
 # Sections of help; `engine COMMAND --help` lists them in the order in which their first options are declared.
 model, form, calibration = section("Model"), section("Format"), section("Calibration")
@@ -24,6 +24,7 @@ targets_section, gate_section, output_section = section("Targets"), section("Qua
 
 
 def list_models(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    """Prints the model families and ends the command, if `--list-models` is given."""
     if wanted:
         from enginewright.builder.model_list import as_text
 
@@ -40,7 +41,7 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     is_eager=True,
     expose_value=False,
     callback=list_models,
-    help="List the families of models that can be built, and end.",
+    help="List the model families that can be built, and exit.",
 )
 @model(
     "--max-seq-len",
@@ -57,10 +58,11 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
 @model(
     "--draft",
     show_default="none",
-    help="What the engine holds as well, to guess what MODEL says next: a smaller model of the same tokenizer, named "
-    "like MODEL, for --speculate draft; or the folder of an EAGLE-3 head or of Medusa heads that were trained for "
-    "MODEL, for --speculate eagle or medusa; or skip:8, the first 8 layers of MODEL itself, for --speculate skip; or "
-    "auto, which takes the MTP layer that MODEL carries and makes --speculate mtp the engine's default, or else ngram.",
+    help="Draft model for speculative decoding, stored in the same engine: a smaller model of the same tokenizer, "
+    "named like MODEL, for --speculate draft; the folder of an EAGLE-3 head or of Medusa heads that were trained for "
+    "MODEL, for --speculate eagle or medusa; skip:8, the first 8 layers of MODEL itself, for --speculate skip; or "
+    "auto, which uses the MTP layer of MODEL and makes --speculate mtp the engine's default, or ngram if MODEL has no "
+    "such layer.",
 )
 @form(
     "--quant",
@@ -74,21 +76,21 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
 @form(
     "--draft-quant",
     type=Quant(DRAFT_QUANTS),
-    show_default="that of MODEL, but for its calibration",
-    help="Number format of a --draft. Fewer bits make it faster, and guesses wrong a little more often; answers stay "
-    "the same.",
+    show_default="that of MODEL, without calibration",
+    help="Number format of a --draft. With fewer bits it is faster, and its tokens are accepted a little less often; "
+    "answers stay the same.",
 )
 @form(
     "--kv-cache-dtype",
     type=click.Choice(tuple(KV_CACHE_DTYPES)),
     default="bf16",
-    help="Format of the KV cache. Of bf16's memory "
+    help="Format of the KV cache. Compared with the memory of bf16, "
     + ", ".join(f"{name} takes {kv_share(dtype):.0%}" for name, dtype in KV_CACHES.items() if name != "bf16")
     + ".",
 )
 @calibration(
     "--calib-data",
-    show_default="texts that the model writes itself",
+    show_default="texts that the model generates",
     help="Texts that calibrated methods (int8-sq, int4-awq, int4-gptq, auto) measure activations on: a file of JSON "
     "lines or plain text, or a data set of the Hugging Face hub, owner/name or owner/name:file.",
 )
@@ -112,8 +114,8 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
 @targets_section(
     "--batch-invariant",
     is_flag=True,
-    help="Make answers on GPUs bit for bit the same, whether a request runs alone or in a batch. Long prompts are "
-    "read more slowly. Answers on CPUs always are.",
+    help="Make answers on GPUs bit for bit the same, whether a request runs alone or in a batch. Prefill of long "
+    "prompts is slower. Answers on CPUs are always batch-invariant.",
 )
 @gate_section(
     "--gate",
@@ -127,8 +129,8 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     "--report",
     type=click.Path(path_type=Path),
     show_default="no report",
-    help="Write what the gate measured to a page (.html, with the figures in a .json file beside it), or to a .json "
-    "file.",
+    help="Write the gate's measurements to a page (.html, with the figures in a .json file of the same name), or to a "
+    ".json file.",
 )
 @output_section(
     "-o",
@@ -147,17 +149,18 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     "--provenance",
     type=click.Path(path_type=Path, dir_okay=False),
     show_default="none",
-    help="Write what the engine was built of, by what and how: a JSON file, SLSA provenance in an in-toto Statement.",
+    help="Write a JSON file that says what the engine was built from, by which program and how: SLSA provenance in an "
+    "in-toto Statement.",
 )
 @output_section(
     "--builder-id",
     show_default="this program",
-    help="URI of the platform that builds, for the provenance: of a CI workflow, for example.",
+    help="URI of the build platform for the provenance, for example of a CI workflow.",
 )
 @output_section(
     "--dry-run",
     is_flag=True,
-    help="Only say what the build would make, and how much disk space and memory it would need. Nothing is downloaded "
+    help="Only say what the build would write, and how much disk space and memory it would need. Nothing is downloaded "
     "or written: a model of the hub must have been downloaded before.",
 )
 @JSON_OPTION
@@ -219,31 +222,31 @@ def build(
 @model(
     "--model",
     "source",
-    show_default="looked for beside ENGINE, here, and in the cache of the hub",
-    help="The checkpoint that ENGINE was built of: a folder, a GGUF file, or a name on the hub.",
+    show_default="searched next to ENGINE, in this folder, and in the cache of the hub",
+    help="The checkpoint that ENGINE was built from: a folder, a GGUF file, or a name on the hub.",
 )
 @model(
     "--draft",
-    show_default="looked for in the same places",
-    help="The checkpoint of the smaller model beside it, or the folder of its heads, where ENGINE has one.",
+    show_default="searched in the same folders",
+    help="The checkpoint of the draft model, or the folder of its heads, if ENGINE has one.",
 )
 @calibration(
     "--calib-data",
     show_default="none",
-    help="Texts that ENGINE was calibrated on, where it was built with --calib-data.",
+    help="Texts that ENGINE was calibrated on, if it was built with --calib-data.",
 )
 @gate_section(
     "--evidence/--no-evidence",
     default=True,
-    help="Also measure again what the quality gate has measured. It takes the longest, and the content does not depend "
-    "on it.",
+    help="Also repeat the measurements of the quality gate. They take most of the time, and the content does not "
+    "depend on them.",
 )
 @output_section(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     show_default="not kept",
-    help="Keep the engine that is made.",
+    help="Write the rebuilt engine to this file.",
 )
 @EVERY_LINE_OPTION
 @JSON_OPTION
@@ -259,7 +262,7 @@ def rebuild(
     every_line: bool,
     as_json: bool,
 ) -> None:
-    """Make ENGINE again from what it was built of, and compare the two.
+    """Build ENGINE again from its inputs, and compare the two.
 
     The exit code is 0 if their content is the same, 1 if it differs, and 2 if an input is missing or has changed.
     """
@@ -278,7 +281,7 @@ def rebuild(
     "path",
     required=True,
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The ONNX file to write. Weights of more than 1 GiB go to a second file beside it, FILE.data.",
+    help="The ONNX file to write. Weights of more than 1 GiB go to a second file next to it, FILE.data.",
 )
 @output_section(
     "--dtype", type=click.Choice(("fp32", "fp16")), default="fp32", help="Format of weights and activations."

@@ -39,7 +39,7 @@ def main() -> None:
 
     `engine COMMAND --help` lists the options of a command. Options may be written with underscores, numbers as 32k, and
     sizes as 2g, 2GiB or 2GB. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 model not supported, 4 not enough memory,
-    5 corrupt engine file, 6 no code for this machine, 7 quality gate failed, 8 not signed by whom it has to be,
+    5 corrupt engine file, 6 no code for this machine, 7 quality gate failed, 8 not signed by a trusted signer,
     130 ended by Ctrl-C, 143 ended by SIGTERM.
     """
 

@@ -1,4 +1,4 @@
-"""Commands about an engine file as it is: `engine inspect`, `verify`, `sign`, `doctor` and `diff`."""
+"""Commands that read or sign an existing engine file: `engine inspect`, `verify`, `sign`, `doctor` and `diff`."""
 
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,8 @@ output_section, trust_section, signer_section = section("Output"), section("Trus
 SIGNATURE_OPTION = section("Signature")(
     "--signature",
     type=click.Path(path_type=Path),
-    show_default="FILE.sig, beside the file",
-    help="Where the signature is.",
+    show_default="FILE.sig, next to the file",
+    help="File of the signature.",
 )
 
 
@@ -25,8 +25,8 @@ SIGNATURE_OPTION = section("Signature")(
 @output_section(
     "--memory",
     type=Bytes(),
-    show_default="what this machine has free",
-    help="Say how many sequences fit this much memory, weights included: 8GiB, 8g (the same) or 8GB.",
+    show_default="the free memory of this machine",
+    help="Show how many sequences fit this much memory, weights included: 8GiB, 8g (the same) or 8GB.",
 )
 @output_section("--sections", is_flag=True, help="List every section of the file, with its size and format.")
 @JSON_OPTION
@@ -46,13 +46,13 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
 @section("Checks")(
     "--goldens/--no-goldens",
     default=True,
-    help="Also run the prompts whose results the build recorded, and compare what this machine computes.",
+    help="Also run the prompts whose results the build recorded, and compare the results of this machine.",
 )
 @trust_section(
     "--key",
     type=click.Path(path_type=Path),
     show_default="nobody is trusted",
-    help="Public key (PEM) whose owner has to have signed ENGINE.",
+    help="Public key (PEM) that ENGINE must be signed with.",
 )
 @trust_section(
     "--certificate",
@@ -60,20 +60,20 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
     type=click.Path(path_type=Path),
     multiple=True,
     show_default="none",
-    help="Root certificate (PEM) that the signer's certificate has to lead to; may be given several times.",
+    help="Root certificate (PEM) of the signer's certificate; may be given several times.",
 )
 @trust_section(
     "--identity",
     show_default="none",
-    help="Who has to have signed ENGINE without a key: an e-mail address, or the URL of a CI workflow.",
+    help="Who must have signed ENGINE without a key: an e-mail address, or the URL of a CI workflow.",
 )
-@trust_section("--issuer", show_default="none", help="URL of the OpenID provider that knows the --identity.")
+@trust_section("--issuer", show_default="none", help="URL of the OpenID provider of the --identity.")
 @SIGNATURE_OPTION
 @trust_section(
     "--provenance",
     type=click.Path(path_type=Path),
     show_default="not checked",
-    help="Also check that this file, of `engine build --provenance`, is about ENGINE, and signed like it.",
+    help="Also check that this file, written by `engine build --provenance`, describes ENGINE and has the same signer.",
 )
 @DEVICE_OPTION
 @THREADS_OPTION
@@ -93,10 +93,10 @@ def verify(
     device: str,
     as_json: bool,
 ) -> None:
-    """Check that an engine file is intact, and whom it is from.
+    """Check that an engine file is intact, and who signed it.
 
     The hash of every part of the file is checked, weights included, and the signature if you name whom you trust.
-    Then the engine is run, to see whether it computes on this machine what it computed where it was built.
+    Then the engine is run, to check that it computes the same results on this machine as where it was built.
     """
     from enginewright.runtime.commands.signing import choose_trust
     from enginewright.runtime.commands.verify import verify as run_verify
@@ -126,20 +126,20 @@ def verify(
     "--certificate",
     type=click.Path(path_type=Path),
     show_default="the key alone",
-    help="Certificate (PEM) of the key, for whoever trusts its root.",
+    help="Certificate (PEM) of the key, for verifiers that trust its root.",
 )
 @signer_section(
     "--chain",
     type=click.Path(path_type=Path),
     multiple=True,
     show_default="none",
-    help="Certificate (PEM) between that and the root; may be given several times.",
+    help="Intermediate certificate (PEM) between it and the root; may be given several times.",
 )
 @signer_section(
     "--keyless",
     is_flag=True,
-    help="Sign as the CI job that this is, or as whoever logs in on the web page that opens, with a certificate of "
-    "Sigstore. What is signed, and by whom, is then in a public log.",
+    help="Sign with a certificate of Sigstore, as the CI job that runs this command, or as the person who logs in on "
+    "the web page that opens. The file's hash and the signer are then in a public log.",
 )
 @SIGNATURE_OPTION
 @JSON_OPTION
@@ -154,7 +154,7 @@ def sign(
 ) -> None:
     """Sign FILE, an engine or its provenance.
 
-    The signature is a Sigstore bundle as OpenSSF Model Signing has it: a file of its own, which leaves FILE as it is.
+    The signature is a Sigstore bundle in the form of OpenSSF Model Signing. It is a separate file; FILE is not changed.
     """
     from enginewright.runtime.commands.signing import choose_signer
     from enginewright.runtime.commands.signing import sign as run_sign
@@ -170,9 +170,9 @@ def sign(
 @JSON_OPTION
 @click.pass_context
 def doctor(context: click.Context, /, engine: Path | None, as_json: bool, **limits: Any) -> None:
-    """Show what this machine has, and what ENGINE would do on it.
+    """Show the abilities of this machine, and how ENGINE would run on it.
 
-    Nothing is run. The exit code is 0, and 1 if the engine cannot run here; warnings say what makes it slow.
+    Nothing is run. The exit code is 0, or 1 if the engine cannot run here; warnings name what makes it slow.
     """
     from enginewright.runtime.api.vllm_options import runtime_config
     from enginewright.runtime.commands.doctor import describe, examine

@@ -1,4 +1,4 @@
-"""Commands that ask an engine on this machine: `engine generate`, `engine embed` and `engine chat`."""
+"""Commands that run an engine in this process: `engine generate`, `engine embed` and `engine chat`."""
 
 import shlex
 from pathlib import Path
@@ -18,8 +18,9 @@ from enginewright.cli.options import (
 from enginewright.cli.values import Count, EnginePath, JsonObject
 from enginewright.errors import UsageError
 
-PROMPT_TOKENS = 256  # of an answer to --prompt without --max-tokens: a text that is continued may have no end
-STRUCTURE = ("json_schema", "json_object", "regex", "choice", "grammar")  # options of `structure`
+# Maximum number of tokens of an answer to --prompt without --max-tokens, because a continued text may never end.
+PROMPT_TOKENS = 256
+STRUCTURE = ("json_schema", "json_object", "regex", "choice", "grammar")  # options that set the structure of an answer
 
 prompt_section, structure_section, output_section = (
     section("Prompt"),
@@ -29,10 +30,10 @@ prompt_section, structure_section, output_section = (
 
 
 def refuse_stray_question(context: click.Context, engine: Path) -> None:
-    """Say where a question belongs that stands behind the engine without an option.
+    """Refuses a question that was written after the engine without an option, and says how to ask it.
 
     Raises:
-        UsageError: there is such a word.
+        UsageError: There are such words.
     """
     if context.args:
         question = " ".join(context.args)
@@ -44,13 +45,11 @@ def refuse_stray_question(context: click.Context, engine: Path) -> None:
         )
 
 
-@click.command(cls=SectionCommand, context_settings={"allow_extra_args": True})  # to say what a stray question needs
+@click.command(cls=SectionCommand, context_settings={"allow_extra_args": True})  # for refuse_stray_question
 @click.argument("engine", type=EnginePath())
 @prompt_section("-p", "--prompt", show_default="none", help="A text that the model continues, as it stands.")
-@prompt_section(
-    "-c", "--chat", show_default="none", help="A message that the model answers, put into its chat template."
-)
-@prompt_section("--system", show_default="none", help="A system message that stands before the message of --chat.")
+@prompt_section("-c", "--chat", show_default="none", help="A message that the model answers, in its chat template.")
+@prompt_section("--system", show_default="none", help="A system message before the message of --chat.")
 @CHAT_TEMPLATE_OPTION
 @prompt_section(
     "--input",
@@ -73,7 +72,7 @@ def refuse_stray_question(context: click.Context, engine: Path) -> None:
     "--choice",
     multiple=True,
     show_default="none",
-    help="The answer is this text, or another one of those that the option, given several times, names.",
+    help="The answer is exactly this text. The option may be given several times; the answer is then one of the texts.",
 )
 @structure_section(
     "--grammar",
@@ -99,22 +98,22 @@ def refuse_stray_question(context: click.Context, engine: Path) -> None:
     "--logprobs",
     type=int,
     show_default="none",
-    help="Also give log-probabilities: of each token, and of this many of the likeliest ones in its place (0 to 20). "
-    "Needs --json or --input.",
+    help="Also return the log-probability of each token, and of this many of the most likely tokens at its position "
+    "(0 to 20). Needs --json or --input.",
 )
 @output_section(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     show_default="stdout",
-    help="File for the answers to --input: JSON lines, in the order of the requests. Each is written as soon as those "
-    "before it are.",
+    help="File for the answers to --input: JSON lines, in the order of the requests. Each is written as soon as all "
+    "answers before it are written.",
 )
 @output_section(
     "--resume",
     is_flag=True,
-    help="Go on with an --output that an earlier run has not finished: its answers are kept, and requests whose id "
-    "they have are not asked again.",
+    help="Continue an --output that an earlier run has not finished: its answers are kept, and requests with their ids "
+    "are skipped.",
 )
 @JSON_OPTION
 @LIMIT_OPTIONS
@@ -141,25 +140,27 @@ def generate(context: click.Context, /, engine: Path, **options: Any) -> None:
     "lines",
     type=click.File("rb"),
     show_default="none",
-    help="File with a text in each line, behind those of the command line; - is standard input.",
+    help="File with a text on each line, in addition to those on the command line; - is standard input.",
 )
-@prompt_section("--prompt-name", show_default="the model's own", help="Which of the model's prompts texts begin with.")
+@prompt_section(
+    "--prompt-name", show_default="the model's own", help="Name of the model's prompt that is put before each text."
+)
 @prompt_section(
     "--truncate-prompt-tokens",
     type=int,
     show_default="longer texts are refused",
-    help="Number of tokens that are kept of a longer text; -1 is as many as fit.",
+    help="Number of tokens that are kept of a longer text; -1 keeps as many as fit.",
 )
 @output_section(
     "--dimensions",
     type=Count(),
     show_default="all",
-    help="Numbers of a vector, where the model can do with fewer.",
+    help="Length of each vector, if the model supports shorter ones.",
 )
 @LIMIT_OPTIONS
 @VERIFY_OPTION
 def embed(engine: Path, texts: tuple[str, ...], lines: BinaryIO | None, **options: Any) -> None:
-    """Print the vectors of texts: a line of JSON for each.
+    """Print the vector of each text, as one line of JSON.
 
     ENGINE is a file that `engine build` wrote from an embedding model.
     """
@@ -169,14 +170,14 @@ def embed(engine: Path, texts: tuple[str, ...], lines: BinaryIO | None, **option
         click.echo(line)
 
 
-@click.command(cls=SectionCommand, context_settings={"allow_extra_args": True})  # to say what a stray question needs
+@click.command(cls=SectionCommand, context_settings={"allow_extra_args": True})  # for refuse_stray_question
 @click.argument("engine", type=EnginePath())
-@prompt_section("--system", show_default="none", help="A system message that stands before the conversation.")
+@prompt_section("--system", show_default="none", help="A system message before the conversation.")
 @CHAT_TEMPLATE_OPTION
 @prompt_section(
     "--no-thinking",
     is_flag=True,
-    help="Let a model answer at once that may think before: enable_thinking is false in its chat template.",
+    help="Let a model that can think answer without thinking: sets enable_thinking to false in its chat template.",
 )
 @SAMPLING_OPTIONS
 @output_section(
@@ -189,7 +190,7 @@ def chat(context: click.Context, /, engine: Path, **options: Any) -> None:
     """Talk to an engine on the terminal.
 
     ENGINE is a file that `engine build` wrote. Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help lists
-    the commands. What comes through a pipe is a message a line, and answers alone are on stdout.
+    the commands. Text from a pipe is read as one message a line, and only answers are printed on stdout.
     """
     from enginewright.runtime.commands.terminal_chat import chat as run_chat
 

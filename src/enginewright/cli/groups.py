@@ -11,7 +11,7 @@ from enginewright.cli.process import INTERRUPTED, open_standard_streams, sigterm
 from enginewright.errors import EngineError, UsageError
 from enginewright.printable import printable_lines
 
-# What the base install does without, by the extra that brings it.
+# Packages that the base install does not need, by the extra that installs them.
 EXTRAS = {
     "build": ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch"),
     "bench": ("enginewright_bench",),
@@ -20,7 +20,7 @@ EXTRAS = {
 
 
 class Commands(click.Group):
-    """A group that suggests the nearest command, and ends with the exit code of an EngineError."""
+    """A group that suggests the nearest command for an unknown one, and ends with the exit code of an EngineError."""
 
     command_class = SectionCommand
     program = "engine"
@@ -28,6 +28,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds a subcommand, and adds a hint to the error about an unknown one."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -35,21 +36,23 @@ class Commands(click.Group):
             raise click.UsageError(f"{error.message} {hint}".rstrip(), ctx) from None
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the command with usable standard streams, and so that SIGTERM removes temporary files."""
         open_standard_streams()
         with sigterm_ends_the_command():
             return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Runs the subcommand; its errors are printed on stderr and become exit codes."""
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # a stdout that nobody reads fails here, and not when Python ends
+            sys.stdout.flush()  # a closed stdout raises its error here instead of at the end of the process
             return result
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
         except EngineError as error:
             click.echo(f"engine: {error}", err=True)
             ctx.exit(error.exit_code)
-        except click.UsageError as error:  # it quotes what was typed, and names of files
+        except click.UsageError as error:  # its message quotes words of the command line and names of files
             shown = printable_lines(message := error.format_message())
             if shown == message:
                 raise
@@ -65,9 +68,10 @@ class Commands(click.Group):
 
 
 class BenchCommands(Commands):
-    """`engine bench --profile ENGINE` is `engine bench profile ENGINE`."""
+    """The group `engine bench`; it accepts `engine bench --profile ENGINE` for `engine bench profile ENGINE`."""
 
     program = "engine bench"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the words of the command line."""
         return super().parse_args(ctx, ["profile", *args[1:]] if args[:1] == ["--profile"] else args)

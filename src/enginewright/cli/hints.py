@@ -1,11 +1,11 @@
-"""What people who come from other programs type, and what it is called here."""
+"""Hints for users of other programs: our names for their commands, options and quantization formats."""
 
 import difflib
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
-# Commands of vLLM, llama.cpp, Ollama and others -> ours.
+# Commands of vLLM, llama.cpp, Ollama and other programs -> our command.
 COMMANDS = {
     "benchmark": "bench",
     "check": "verify",
@@ -19,12 +19,12 @@ COMMANDS = {
     "show": "inspect",
     "start": "run",
 }
-# Commands that take a question -> the option of `engine generate` that it goes to.
+# Commands of other programs that take a question -> the option of `engine generate` for it.
 QUESTIONS = {"ask": "--chat", "complete": "--prompt", "completion": "--prompt"}
 
 _INT4 = "int4-awq (calibrated, the more exact) or int4-rtn (rounded to nearest, built in seconds)"
 _BITS_5 = "auto with --bits, which gives each layer a format of 4, 8 or 16 bits"
-# Names of quantization formats elsewhere, in lower case with hyphens -> the method that is meant.
+# Patterns of quantization formats of other programs, in lower case with hyphens -> our method.
 _METHODS: Sequence[tuple[str, str]] = (
     (r"(w4a16-|w4a8-|int4-|4bit-)?awq(-marlin)?|int4-w4a8-awq", "int4-awq"),
     (r"(w4a16-|int4-|4bit-)?gptq(-marlin)?", "int4-gptq"),
@@ -44,19 +44,19 @@ _ONE_DEVICE = "An engine runs on one device: leave it out."
 _IN_THE_FILE = "All that a model needs is in its engine file: leave it out."
 _BY_BUILD = "Formats are chosen when the engine is built: engine build MODEL --quant METHOD."
 _NOT_IMPLEMENTED = "That is not implemented."
-# Options of vLLM, llama.cpp and others that do not exist here -> what to do instead.
+# Options of vLLM, llama.cpp and other programs that do not exist here -> a sentence that says what to do instead.
 OPTIONS: Mapping[str, str] = {
     name: hint
     for names, hint in (
         ("--tensor-parallel-size -tp --pipeline-parallel-size -pp --data-parallel-size -dp", _ONE_DEVICE),
         ("--distributed-executor-backend --split-mode --tensor-split", _ONE_DEVICE),
         ("--n-gpu-layers --gpu-layers -ngl", "An engine runs on one device as a whole: --device cuda."),
-        ("--gpu-memory-utilization --mem-fraction-static", "Say what the KV cache may take: --kv-cache-memory 8GiB."),
+        ("--gpu-memory-utilization --mem-fraction-static", "Set the memory of the KV cache: --kv-cache-memory 8GiB."),
         ("--dtype --quantization -q", _BY_BUILD),
         ("--kv-cache-dtype --cache-type-k -ctk --cache-type-v -ctv", "It is chosen by engine build --kv-cache-dtype."),
         ("--model -m --model-path", "Name the engine file without an option: engine run FILE."),
         ("--hf-repo -hf", "Build the model first: engine build OWNER/NAME."),
-        ("--revision", "Name it behind the model when you build: engine build OWNER/NAME@REVISION."),
+        ("--revision", "Write it after the model when you build: engine build OWNER/NAME@REVISION."),
         (
             "--tokenizer --tokenizer-mode --skip-tokenizer-init --download-dir --load-format --config-format",
             _IN_THE_FILE,
@@ -74,7 +74,7 @@ OPTIONS: Mapping[str, str] = {
         ("--n-predict --predict -n --max-new-tokens", "The length of an answer is --max-tokens of engine generate."),
         ("--temp", "Write --temperature."),
         ("--repeat-penalty", "Write --repetition-penalty."),
-        ("--system-prompt -sys", "Write --system, beside --chat."),
+        ("--system-prompt -sys", "Write --system, together with --chat."),
         ("--conversation -cnv", "Ask one question with --chat, or serve the engine with engine run."),
         ("--file -f", 'Give the text itself: --prompt "$(cat FILE)".'),
         ("--grammar-file", 'Give the grammar itself: --grammar "$(cat FILE)".'),
@@ -89,7 +89,7 @@ OPTIONS: Mapping[str, str] = {
         ("--enable-lora --lora-modules --lora", _NOT_IMPLEMENTED),
         (
             "--speculative-config --speculative-model --model-draft -md",
-            "Put what guesses into the engine with engine build --draft, and choose it with --speculate.",
+            "Add the draft model with engine build --draft, and choose it with --speculate.",
         ),
         ("--block-size --swap-space --cpu-offload-gb --mlock", "It has no counterpart here: leave it out."),
         (
@@ -102,8 +102,11 @@ OPTIONS: Mapping[str, str] = {
         ("--disable-log-requests --disable-log-stats", "Choose what is logged with --log-level warning."),
         ("--uvicorn-log-level", "Write --log-level."),
         ("--alias", "Write --served-model-name."),
-        ("--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file", "There is no TLS: put a proxy in front."),
-        ("--allowed-origins", "There is no CORS: put a proxy in front."),
+        (
+            "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file",
+            "HTTPS is an option of engine run: --ssl-certfile and --ssl-keyfile.",
+        ),
+        ("--allowed-origins", "CORS is an option of engine run: --allowed-origins."),
     )
     for name in names.split()
 }
@@ -111,21 +114,21 @@ _GPU_NAMES = ("gpu", "cuda", "nvidia", "nvptx")
 
 
 def hint_for_option(name: str, typed: Sequence[str], known: Collection[str]) -> str:
-    """What to do in place of an option of another program, as a sentence; "" where none is known.
+    """Returns a sentence that says what to do instead of an option of another program; "" if none is known.
 
     Args:
-        name: of the option that does not exist; of `-ngl` it may be its first letter alone.
-        typed: the words of the command line.
-        known: options of the command.
+        name: The unknown option. Click gives only the first letter of `-ngl`.
+        typed: The words of the command line.
+        known: Options of the command.
     """
-    others = [option for option in OPTIONS if option not in known]
-    whole = [word for word in typed if word in OPTIONS and word.startswith(name)]
-    near = difflib.get_close_matches(name, others, n=1, cutoff=0.9) if name.startswith("--") else []
-    return next((OPTIONS[word] for word in (*whole, name, *near) if word in OPTIONS), "")
+    foreign = [option for option in OPTIONS if option not in known]
+    complete = [word for word in typed if word in OPTIONS and word.startswith(name)]
+    near = difflib.get_close_matches(name, foreign, n=1, cutoff=0.9) if name.startswith("--") else []
+    return next((OPTIONS[word] for word in (*complete, name, *near) if word in OPTIONS), "")
 
 
 def hint_for_target(value: str, architectures: Collection[str]) -> str:
-    """What to write in place of a target that names GPUs in general; "" where it does not."""
+    """Returns what to write instead of a target that names no GPU architecture; "" for any other value."""
     words = re.split(r"[+,]", value.lower())
     if not any(word.strip(" :") in _GPU_NAMES for word in words):
         return ""
@@ -136,7 +139,7 @@ def hint_for_target(value: str, architectures: Collection[str]) -> str:
 
 
 def hint_for_quant(name: str, known: Collection[str]) -> str:
-    """What a name that is no method of `--quant` may mean, as a question; "" where nothing is near."""
+    """Returns a question that suggests a method for an unknown value of `--quant`; "" if no method is similar."""
     plain = re.sub(r"[_.\s]+", "-", name.strip().lower())
     for pattern, meant in _METHODS:
         if re.fullmatch(pattern, plain):
@@ -146,12 +149,12 @@ def hint_for_quant(name: str, known: Collection[str]) -> str:
 
 
 def hint_for_command(typed: Sequence[str], known: Collection[str], program: str) -> str:
-    """What words that begin with no command may mean, as a question; "" where nothing is near.
+    """Returns a question that suggests a command for an unknown one; "" if no command is similar.
 
     Args:
-        typed: the word that is no command, and the words behind it.
-        known: the commands.
-        program: what stands before them: `engine`, or `engine bench`.
+        typed: The unknown command, and the words after it.
+        known: The commands.
+        program: The words before the command: `engine`, or `engine bench`.
     """
     name, *rest = typed
     if program.endswith(" bench") and _is_path(name):

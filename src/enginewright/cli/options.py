@@ -1,4 +1,4 @@
-"""Groups of options that several commands take."""
+"""Options that several commands have."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,23 +27,23 @@ THREADS_OPTION = _machine(
     "--threads",
     type=Count(),
     show_default="ENGINEWRIGHT_NUM_THREADS, or the number of physical cores",
-    help="CPU threads that compute.",
+    help="Number of CPU threads for computation.",
 )
 ISA_OPTION = _machine(
     "--isa",
-    show_default="ENGINEWRIGHT_CPU_ISA, or the best that this CPU has",
+    show_default="ENGINEWRIGHT_CPU_ISA, or the best one of this CPU",
     help="CPU instruction set: amx, avx512, avx512-vnni, avx2-vnni, avx2 or portable.",
 )
 MMAP_OPTION = _machine(
     "--mmap/--no-mmap",
     default=True,
-    help="Memory-map the weights: the start is quick, and processes share them. --no-mmap copies them into memory, "
-    "which is safe if somebody may write to the file.",
+    help="Memory-map the weights: the start is fast, and processes share them. --no-mmap copies them into memory, "
+    "which is safe if the file may change while the engine runs.",
 )
 DEVICE_OPTION = _machine(
     "--device",
     default="auto",
-    help="Where the engine runs: cpu, cuda, cuda:1 for the second GPU, or auto, which takes the first GPU if the "
+    help="Device that runs the engine: cpu, cuda, cuda:1 for the second GPU, or auto, which is the first GPU if the "
     "engine has code for it, and otherwise the CPU.",
 )
 
@@ -57,7 +57,7 @@ EVERY_LINE_OPTION = section("Output")(
     "--all", "every_line", is_flag=True, help="List every difference; long lists are cut short otherwise."
 )
 
-# Options of every command that runs an engine, and the names of their values.
+# Names of the values of LIMIT_OPTIONS, the options of every command that runs an engine.
 LIMITS = (
     "max_model_len",
     "max_num_seqs",
@@ -75,7 +75,7 @@ LIMIT_OPTIONS = with_options(
     _limits(
         "--max-model-len",
         type=Count(),
-        show_default="what the engine was built for",
+        show_default="the limit that the engine was built with",
         help="Longest sequence in tokens: prompt and answer together. 32k is 32768.",
     ),
     _limits(
@@ -99,24 +99,24 @@ LIMIT_OPTIONS = with_options(
     _kv_cache(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         default=True,
-        help="Keep the KV cache of prompts, so that a prompt with the same beginning need not compute it again.",
+        help="Keep the KV cache of prompts, so that a prompt with the same prefix need not compute it again.",
     ),
     _speculation(
         "--speculate",
         type=click.Choice(SPECULATE),
-        show_default="what the engine names (engine build --draft auto), or off",
-        help="Guess the next tokens, and check several guesses in one step. Answers are the same, to the bit, and come "
-        "faster where many guesses are right. ngram looks up what followed the last tokens where they came before, in "
-        "prompt, answer or earlier answers. draft asks the smaller model, skip the first layers of the model itself, "
-        "mtp the layer that its checkpoint carries for that, and eagle and medusa heads that were trained for it: what "
-        "`engine build --draft` has put into the engine.",
+        show_default="the engine's default (engine build --draft auto), or off",
+        help="Speculative decoding: propose draft tokens, and verify several of them in one step. Answers are bit for "
+        "bit the same, and faster if many draft tokens are accepted. ngram copies the tokens that followed earlier "
+        "occurrences of the last tokens, in the prompt, the answer or earlier answers. draft uses a smaller model, "
+        "skip the first layers of the model itself, mtp the checkpoint's own layer for it, and eagle and medusa "
+        "trained heads; `engine build --draft` puts these into the engine.",
     ),
     _speculation(
         "--speculate-tokens",
         type=Count(),
         default=8,
-        help=f"Maximum number of guesses for a sequence in one step, up to {MAX_GUESSES}. Fewer are made where they do "
-        "not pay.",
+        help=f"Maximum number of draft tokens for a sequence in one step, up to {MAX_GUESSES}. Fewer are proposed "
+        "where more would not make answers faster.",
     ),
     DEVICE_OPTION,
     THREADS_OPTION,
@@ -125,38 +125,38 @@ LIMIT_OPTIONS = with_options(
 )
 
 _workload = section("Requests")
-# Options of the commands that measure, and the names of their values.
+# Names of the values of WORKLOAD_OPTIONS, the options of `engine bench offline` and `serve`.
 WORKLOAD = ("num_prompts", "input_len", "output_len", "shared_prefix_len", "dataset", "seed", "ignore_eos")
 WORKLOAD_OPTIONS = with_options(
     _workload("--num-prompts", type=Count(), show_default="32, or every line of --dataset", help="Number of requests."),
     _workload(
         "--input-len",
         default="128",
-        help="Length of each prompt in tokens. 64:256 draws a random length from 64 to 256 for each.",
+        help="Length of each prompt in tokens. 64:256 is a random length from 64 to 256 for each.",
     ),
     _workload(
         "--output-len",
         default="64",
-        help="Length of each answer in tokens. 64:256 draws a random length from 64 to 256 for each.",
+        help="Length of each answer in tokens. 64:256 is a random length from 64 to 256 for each.",
     ),
     _workload(
         "--shared-prefix-len",
         type=int,
         default=0,
-        help="Number of tokens at the beginning of each prompt that are the same in all prompts.",
+        help="Length in tokens of a prefix that all prompts share.",
     ),
     _workload(
         "--dataset",
         type=click.Path(path_type=Path, dir_okay=False),
         show_default="random prompts",
         help='Take the prompts from a file of JSON lines, each {"prompt": …} or {"messages": […]}, with "max_tokens" '
-        "where the length of the answer is not --output-len.",
+        "if the length of the answer differs from --output-len.",
     ),
     _workload(
         "--seed",
         type=int,
         default=0,
-        help="Seed of all that is random: prompts, lengths and, of a server, times of arrival.",
+        help="Seed of random prompts and lengths, and of the arrival times of requests to a server.",
     ),
     _workload(
         "--ignore-eos/--no-ignore-eos",
@@ -167,13 +167,13 @@ WORKLOAD_OPTIONS = with_options(
 
 _format = section("Format")
 GROUP_SIZES = (32, 64, 128, 256, 512, 0)
-# Settings of single quantization methods; a method that has no such setting refuses it.
+# Settings of single quantization methods; other methods refuse them.
 QUANT_OPTIONS = with_options(
     _format(
         "--group-size",
         type=click.Choice(GROUP_SIZES),
         show_default="the method's own",
-        help="Number of columns of a weight that share one scale; 0 is one scale for a whole row.",
+        help="Number of columns of a weight that share one scale; 0 is one scale for each row.",
     ),
     _format(
         "--zero-points",
@@ -206,8 +206,8 @@ QUANT_OPTIONS = with_options(
         "--activation-scheme",
         type=click.Choice(("dynamic", "static")),
         show_default="dynamic",
-        help="Only for --quant int8-sq: scale activations by what each token holds (dynamic), or by fixed scales from "
-        "calibration (static).",
+        help="Only for --quant int8-sq: compute the scales of activations for each token (dynamic), or use fixed "
+        "scales from calibration (static).",
     ),
     _format(
         "--bits",
@@ -238,31 +238,32 @@ CHAT_TEMPLATE_OPTION = _prompt(
 
 _sampling = section("Sampling")
 MODELS_OWN = "the model's own (generation_config.json)"
-# How tokens are drawn: fields of SamplingParams.
+# Fields of SamplingParams.
 SAMPLING_OPTIONS = with_options(
     _sampling(
         "--temperature",
         type=float,
         show_default=f"{MODELS_OWN}, or 0",
-        help="Randomness of the answer: 0 always takes the likeliest token, 1 draws as the model's probabilities say.",
+        help="Randomness of the answer: 0 always takes the most likely token, 1 samples from the model's "
+        "probabilities.",
     ),
     _sampling(
         "--top-k",
         type=int,
         show_default=f"{MODELS_OWN}, or all",
-        help="Draw only among this many of the likeliest tokens.",
+        help="Sample only from this many of the most likely tokens.",
     ),
     _sampling(
         "--top-p",
         type=float,
         show_default=f"{MODELS_OWN}, or 1",
-        help="Draw only among the fewest likeliest tokens whose probabilities add up to this.",
+        help="Sample only from the smallest set of most likely tokens whose probabilities add up to this.",
     ),
     _sampling(
         "--min-p",
         type=float,
         show_default=f"{MODELS_OWN}, or 0",
-        help="Draw only tokens that are at least this likely, relative to the likeliest one.",
+        help="Sample only tokens that are at least this likely, relative to the most likely one.",
     ),
     _sampling(
         "--repetition-penalty",
@@ -285,7 +286,7 @@ SAMPLING_OPTIONS = with_options(
     _sampling(
         "--seed",
         type=int,
-        show_default="another one each time",
-        help="Seed of the random draws: the same seed gives the same answer.",
+        show_default="random",
+        help="Seed of sampling: the same seed gives the same answer.",
     ),
 )

@@ -10,19 +10,30 @@ from enginewright.printable import printable_lines, printable_values
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines for people. What is not printable in the names that they hold is escaped."""
+    """Prints lines for people. Unprintable characters, which names of files may contain, are escaped.
+
+    Args:
+        err: True prints on stderr.
+    """
     click.echo(printable_lines(text), err=err)
 
 
 def show(report: Mapping[str, Any], describe: Callable[[dict[str, Any]], str] | None) -> None:
-    """Print a report on stdout, as lines for people or, without `describe`, as JSON."""
+    """Prints a report on stdout.
+
+    Args:
+        report: Values that JSON can represent.
+        describe: Writes the report as lines for people. None: the report is printed as one JSON object.
+    """
     click.echo(json.dumps(report) if describe is None else describe(printable_values(report)))
 
 
 class Report(Protocol):
     """A report that can be printed as JSON."""
 
-    def to_dict(self) -> dict[str, Any]: ...
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields of the JSON object."""
+        ...
 
 
 ReportType = TypeVar("ReportType", bound=Report)

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes, as shells give them
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes by the convention of shells
 
 
 def open_standard_streams() -> None:
-    """Open those that the shell has closed (`>&-`), so that no other file gets their descriptors.
+    """Opens the standard streams that the shell has closed (`>&-`), so that no other file gets their descriptors.
 
-    Nobody reads a closed stdout: it becomes a pipe without a reader, and what is written there fails as in `| head`.
+    A closed stdout becomes a pipe without a reader, so that writing to it fails as it does in `| head`.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
@@ -42,7 +42,7 @@ def _is_open(number: int) -> bool:
 
 @contextmanager
 def sigterm_ends_the_command() -> Iterator[None]:
-    """Let SIGTERM end the command by SystemExit, so that temporary files go as they do on Ctrl-C."""
+    """Makes SIGTERM raise SystemExit, so that temporary files are removed as they are on Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -54,5 +54,5 @@ def sigterm_ends_the_command() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_DFL)  # a second signal does not wait
+    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
     sys.exit(TERMINATED)

@@ -1,4 +1,4 @@
-"""Build recipes: TOML files whose keys are options of `engine build`. Some are shipped, in configs/."""
+"""Build recipes: TOML files whose keys are options of `engine build`. The folder configs/ has the shipped ones."""
 
 import difflib
 import functools
@@ -14,9 +14,9 @@ from enginewright.cli.help import section
 from enginewright.errors import UsageError
 from enginewright.regular_file import SMALL_FILE_BYTES, read_regular
 
-PLACE = Path(__file__).parent.with_name("configs")
-SHIPPED = {name: PLACE / f"{name}.toml" for name in sorted(path.stem for path in PLACE.glob("*.toml"))}
-OF_ONE_RUN = (
+FOLDER = Path(__file__).parent.with_name("configs")
+SHIPPED = {name: FOLDER / f"{name}.toml" for name in sorted(path.stem for path in FOLDER.glob("*.toml"))}
+NOT_IN_RECIPES = (
     "recipe",
     "output",
     "report",
@@ -26,11 +26,11 @@ OF_ONE_RUN = (
     "dry_run",
     "json",
     "list_models",
-)  # options that a recipe cannot set
+)  # options that belong to one run of the command
 
 
 def recipe_option(command: Any) -> Any:
-    """Give a command the option `--recipe`, whose values become the defaults of the command's other options."""
+    """Adds the option `--recipe` to a command. The values of the recipe become the defaults of its other options."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
@@ -43,7 +43,7 @@ def recipe_option(command: Any) -> Any:
         "--recipe",
         is_eager=True,
         expose_value=False,
-        callback=_take_up,
+        callback=_apply_recipe,
         show_default="none",
         help="Take options from a recipe: a TOML file, or one of these. Options on the command line override those of "
         f"the recipe.\n\n{_listed()}",
@@ -51,12 +51,12 @@ def recipe_option(command: Any) -> Any:
 
 
 def from_recipe(name: str) -> bool:
-    """True if the value of an option of the running command is a recipe's, and was not typed."""
+    """Returns True if an option of the running command has the value of a recipe and was not typed."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.DEFAULT_MAP
 
 
 def purpose_of(path: Path) -> str:
-    """What a shipped recipe is for: the comment in its first line."""
+    """Returns the purpose of a shipped recipe: the comment in its first line."""
     with path.open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip()
 
@@ -66,7 +66,7 @@ def _listed() -> str:
 
 
 def _with_origin(error: UsageError) -> UsageError:
-    """The same error; where it names options that were not typed, it says that they come from the recipe."""
+    """Returns the error; if it names options of the recipe, it says that they come from there."""
     context = click.get_current_context()
     given = [max(option.opts, key=len) for option in context.command.params if from_recipe(str(option.name))]
     named = " and ".join(word for word in error.what.split() if word in given)
@@ -74,7 +74,8 @@ def _with_origin(error: UsageError) -> UsageError:
     return UsageError(error.what, error.why, "\n".join(filter(None, (error.fix, origin)))) if named else error
 
 
-def _take_up(context: click.Context, _: click.Parameter, ref: str | None) -> None:
+def _apply_recipe(context: click.Context, _: click.Parameter, ref: str | None) -> None:
+    """Makes the values of a recipe the defaults of the command's options."""
     if ref is None:
         return
     path = SHIPPED.get(ref, Path(ref))
@@ -83,7 +84,7 @@ def _take_up(context: click.Context, _: click.Parameter, ref: str | None) -> Non
         fix = f"Did you mean {near[0]}?" if near else "Name one of them, or a TOML file."
         raise UsageError(f"there is no recipe {ref}", f"no such file, and none of {', '.join(SHIPPED)}", fix)
     options = {_key(option): option for option in context.command.params if isinstance(option, click.Option)}
-    known = {key: option for key, option in options.items() if key not in OF_ONE_RUN}
+    known = {key: option for key, option in options.items() if key not in NOT_IN_RECIPES}
     settings = {key.replace("-", "_"): value for key, value in _read(path).items()}
     for key in settings:
         if key not in known:
@@ -100,7 +101,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         return tomllib.loads(read_regular(path, SMALL_FILE_BYTES).decode())
     except OSError as error:
         raise UsageError(f"the recipe {path} cannot be read", error.strerror or str(error)) from error
-    except ValueError as error:  # no TOML, or no UTF-8
+    except ValueError as error:  # the file is not TOML, or not UTF-8
         raise UsageError(f"the recipe {path} is not TOML", str(error)) from error
 
 
@@ -109,7 +110,7 @@ def _key(option: click.Option) -> str:
 
 
 def _value(context: click.Context, path: Path, key: str, option: click.Option, given: Any) -> Any:
-    """The value that the option would have if it stood on the command line."""
+    """Returns the value that the option would have on the command line."""
     several = given if isinstance(given, list) else [given]
     try:
         if len(several) != 1 and not option.multiple:

@@ -22,12 +22,12 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
 @model(
     "--quant",
     type=Quant(QUANTS),
-    show_default="the closest to MODEL whose weights fit the memory, of those for this machine",
-    help="Number format of weights and activations where a MODEL is built.",
+    show_default="the closest to MODEL among the formats of this machine whose weights fit into memory",
+    help="Number format of weights and activations, if a MODEL is built.",
 )
-@model("--rebuild", is_flag=True, help="Build a MODEL also where the cache has its engine.")
-@address("--host", default="127.0.0.1", help="Address to listen on. 0.0.0.0 takes connections from other machines.")
-@address("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes one that is free.")
+@model("--rebuild", is_flag=True, help="Build a MODEL even if the cache has its engine.")
+@address("--host", default="127.0.0.1", help="Address to listen on. 0.0.0.0 accepts connections from other machines.")
+@address("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes any free one.")
 @address(
     "--served-model-name",
     "served_model_names",
@@ -54,7 +54,7 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     "--ssl-certfile",
     type=click.Path(path_type=Path, dir_okay=False),
     show_default="no TLS",
-    help="Serve HTTPS with this certificate: a PEM file, with the chain behind it. SIGHUP reads it again.",
+    help="Serve HTTPS with this PEM file of the certificate and its chain. SIGHUP makes the server read it again.",
 )
 @address(
     "--ssl-keyfile",
@@ -65,16 +65,16 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
 @address(
     "--tool-call-parser",
     metavar="NAME",
-    show_default="the one that the model's chat template tells",
-    help="How the model writes calls of tools: hermes, qwen3_xml, llama3_json, mistral, …; a wrong name lists all.",
+    show_default="detected from the chat template",
+    help="Format of the model's tool calls: hermes, qwen3_xml, llama3_json, mistral, …; an unknown name lists all.",
 )
-@address("--page/--no-page", default=True, help="Serve a page with a chat and charts at /.")
+@address("--page/--no-page", default=True, help="Serve a web page with a chat and charts at /.")
 @LIMIT_OPTIONS
 @section("Several engines")(
     "--memory",
     type=Bytes(),
     show_default="what this machine has free",
-    help="Memory that open engines may take together: weights, activations and KV caches.",
+    help="Maximum memory of all open engines together: weights, activations and KV caches.",
 )
 @section("Several engines")(
     "--idle-seconds",
@@ -86,36 +86,36 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     "--prefill-chunk-size",
     type=Count(),
     default=96,
-    help="Maximum number of prompt tokens in a step that also writes answers; steps without answers take "
-    "--max-num-batched-tokens. Smaller values keep the pace of running answers steady, larger ones make new requests "
-    "wait less.",
+    help="Maximum number of prompt tokens in a step that also decodes; steps that only prefill take "
+    "--max-num-batched-tokens. Smaller values keep the pace of running answers steady, larger ones shorten the wait of "
+    "new requests.",
 )
 @section("Limits")(
     "--itl-slo-ms",
     type=Count(),
-    show_default="none: --prefill-chunk-size alone holds",
-    help="Goal for the milliseconds between two tokens of an answer. Prompts are then read as fast as the steps that "
-    "were measured allow.",
+    show_default="none: only --prefill-chunk-size applies",
+    help="Goal for the milliseconds between two tokens of an answer. Prompts are then read as fast as the "
+    "measured durations of steps allow.",
 )
 @section("Limits")(
     "--kv-cache-disk",
     type=Bytes(),
     show_default="nothing is kept",
-    help="Size on disk for what falls out of the KV cache: beginnings of prompts are read from there instead of being "
-    "computed anew, also by the next process.",
+    help="Size of the disk cache for blocks that are evicted from the KV cache: prefixes of prompts are read from it "
+    "instead of being computed again, also by the next process.",
 )
 @section("Limits")(
     "--kv-cache-dir",
     type=click.Path(file_okay=False),
-    show_default="kv in the folder of caches, $XDG_CACHE_HOME/enginewright",
-    help="Folder for it; one in /dev/shm keeps it in memory. Whoever reads it can learn what was asked and answered.",
+    show_default="$XDG_CACHE_HOME/enginewright/kv",
+    help="Folder of the disk cache; one in /dev/shm keeps it in memory. Its files reveal prompts and answers.",
 )
 @section("Limits")(
     "--grammar-memory",
     type=Bytes(),
     default="256m",
     help="Maximum memory of an engine for compiled grammars of structured answers, 64m or more. A grammar may take a "
-    "quarter of it; those that were unused for longest go first.",
+    "quarter of it; the least recently used ones are dropped first.",
 )
 @overload(
     "--max-num-waiting",
@@ -142,7 +142,7 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     type=Count(0),
     default=1000,
     help="Maximum number of responses kept for GET /v1/responses/ID and previous_response_id; the least recently used "
-    "go first. 0 keeps none.",
+    "ones are dropped first. 0 keeps none.",
 )
 @overload(
     "--responses-memory",
@@ -153,53 +153,53 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
 @overload(
     "--max-connections",
     type=Count(),
-    show_default="as many as the limit of open files allows, 4096 at most",
+    show_default="what the limit of open files allows, up to 4096",
     help="Maximum number of open connections. More are refused with status 503.",
 )
 @overload(
     "--step-timeout",
     type=float,
     default=60.0,
-    help="Seconds after which a step of the engine that does not end makes /health fail and new requests get status "
+    help="Seconds after which a step of the engine that has not ended makes /health fail, and new requests get status "
     "503; 0 turns this off.",
 )
 @overload(
     "--drain-seconds",
     type=float,
     default=30.0,
-    help="On SIGTERM or Ctrl-C, how many seconds running and waiting requests may take to finish.",
+    help="Seconds that running and waiting requests may take to finish after SIGTERM or Ctrl-C.",
 )
 @section("Operation")(
     "--strict-keys",
     is_flag=True,
-    help="Refuse requests with keys, or types of tools, that this server does not know. Otherwise these are left out, "
-    "and named in the header X-Enginewright-Warning and in the log.",
+    help="Refuse requests with keys or types of tools that this server does not know. Otherwise they are ignored, and "
+    "named in the header X-Enginewright-Warning and in the log.",
 )
 @section("Operation")(
     "--metrics-compat",
     type=click.Choice(("vllm",)),
-    show_default="our names alone",
-    help="Let /metrics have the names of another server, too: dashboards, routers and autoscalers made for it work.",
+    show_default="only our names",
+    help="Add the names of another server to /metrics, so that its dashboards, routers and autoscalers work.",
 )
 @section("KV events")(
     "--kv-events",
     metavar="ADDRESS",
     show_default="none are sent",
-    help="ZeroMQ address where routers learn which blocks the prefix cache has, in vLLM's messages: tcp://*:5557 "
-    "listens, tcp://router:5557 connects. Whoever can connect reads the tokens of all prompts.",
+    help="ZeroMQ address that tells routers which blocks the prefix cache has, in vLLM's messages: tcp://*:5557 "
+    "listens, tcp://router:5557 connects. Anyone who can connect reads the tokens of all prompts.",
 )
 @section("KV events")(
     "--kv-events-replay",
     metavar="ADDRESS",
     show_default="none",
-    help="ZeroMQ address to listen on, where they ask again for messages that they have missed.",
+    help="ZeroMQ address to listen on, where routers request messages that they have missed.",
 )
 @section("KV events")("--kv-events-topic", metavar="TEXT", default="", show_default="empty", help="Topic of messages.")
 @section("Operation")(
     "--otlp-traces-endpoint",
     metavar="URL",
     show_default="no traces",
-    help="Send a span for each request to this collector of OpenTelemetry's, by OTLP over HTTP: "
+    help="Send a span for each request to this OpenTelemetry collector, by OTLP over HTTP: "
     "http://127.0.0.1:4318/v1/traces.",
 )
 @section("Keys")(
@@ -208,7 +208,7 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     multiple=True,
     envvar="ENGINEWRIGHT_API_KEY",
     show_default="ENGINEWRIGHT_API_KEY, or no key is needed",
-    help="A key that clients have to send. The option may be given several times; any of the keys will do. The "
+    help="A key that clients must send. The option may be given several times; each key is accepted. The "
     "variable ENGINEWRIGHT_API_KEY (several keys separated by spaces) is safer: other users of the machine can see "
     "the options of a command.",
 )
@@ -216,8 +216,8 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     "--log-level",
     type=click.Choice(("error", "warning", "info", "debug")),
     default="info",
-    help="What is logged on stderr; info is a line for each request, and one for the throughput every ten seconds of "
-    "work.",
+    help="Lowest level that is logged on stderr; info has a line for each request, and one for the throughput every "
+    "ten seconds of work.",
 )
 @section("Log")(
     "--log-format", type=click.Choice(("text", "json")), default="text", help="Form of each line of the log."
@@ -234,9 +234,9 @@ def run(
 ) -> None:
     """Serve engines over HTTP, with OpenAI's API and Anthropic's.
 
-    ENGINE is a file that `engine build` wrote, or a folder of such files. Of several, each is opened when a request
-    names it, and closed when its memory is wanted. It may also be a MODEL, as for `engine build`: its engine is then
-    built once, and kept in the cache. The server runs until SIGTERM or Ctrl-C.
+    ENGINE is a file that `engine build` wrote, or a folder of such files. If there are several, each is opened when a
+    request names it, and closed when its memory is needed. It may also be a MODEL, as for `engine build`: its engine is
+    then built once, and kept in the cache. The server runs until SIGTERM or Ctrl-C.
     """
     from enginewright.builder.model_cache import engine_files
     from enginewright.runtime.server.config import ServerConfig

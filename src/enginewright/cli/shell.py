@@ -9,7 +9,7 @@ from enginewright.cli.help import SectionCommand
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what lets SHELL complete commands and options.
+    """Print the script that lets SHELL complete commands and options.
 
     \b
     bash: eval "$(engine completion bash)" in ~/.bashrc

@@ -14,29 +14,31 @@ from enginewright.targets import SMS, parse_targets
 
 
 class Count(click.ParamType[int]):
-    """A whole number, positive if nothing else is said; `32k` is 32768."""
+    """An integer of at least `minimum`; `32k` is 32768."""
 
     name = "count"
 
-    def __init__(self, least: int = 1) -> None:
-        self.least = least
+    def __init__(self, minimum: int = 1) -> None:
+        self.minimum = minimum
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Returns the typed value, or ends the command with a usage error."""
         if isinstance(value, int):
             return value
         try:
-            return parse_count(str(value), self.least)
+            return parse_count(str(value), self.minimum)
         except UsageError as error:
             self.fail(str(error), param, ctx)
 
 
 class EnginePath(click.Path):
-    """The path of an engine file. One that begins like a path (./, ../, /, ~) is never taken for a hub id."""
+    """The path of an engine file. Words that begin with ./, ../, / or ~ are always paths, and never hub ids."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns the typed value, or ends the command with a usage error."""
         check_written_path(str(value))
         return super().convert(value, param, ctx)
 
@@ -47,6 +49,7 @@ class Bytes(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Returns the typed value, or ends the command with a usage error."""
         if isinstance(value, int):
             return value
         try:
@@ -56,11 +59,12 @@ class Bytes(click.ParamType[int]):
 
 
 class JsonObject(click.ParamType[dict[str, Any]]):
-    """An object in JSON: {"enable_thinking": false}."""
+    """A JSON object, such as {"enable_thinking": false}."""
 
     name = "json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        """Returns the typed value, or ends the command with a usage error."""
         try:
             found = json.loads(value)
         except (ValueError, RecursionError) as error:
@@ -71,11 +75,12 @@ class JsonObject(click.ParamType[dict[str, Any]]):
 
 
 class Target(click.ParamType[str]):
-    """A target, or several that are joined by + or commas."""
+    """One target, or several joined by + or commas."""
 
     name = "target"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Returns the typed value, or ends the command with a usage error."""
         if hint := hint_for_target(str(value), SMS):
             self.fail(f"{value!r} names no GPU architecture. {hint}", param, ctx)
         try:
@@ -86,9 +91,10 @@ class Target(click.ParamType[str]):
 
 
 class Quant(click.Choice[str]):
-    """A quantization method; a name from elsewhere is answered with the one that it means."""
+    """A quantization method. The error about another program's name suggests our method."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Returns the typed value, or ends the command with a usage error."""
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
