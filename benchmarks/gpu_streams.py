@@ -1,11 +1,11 @@
-"""How many streams the server keeps up with, where a step of a GPU takes some milliseconds. Needs no GPU.
+"""Number of streams that the server can keep up with, if a step of a GPU takes some milliseconds. Needs no GPU.
 
     python benchmarks/gpu_streams.py [CHECKPOINT] [--streams 64 128 256] [--step-ms 4 8] [--tokens 1000]
 
 A server in a process of its own serves an engine for GPUs on a device that does nothing but take its time, whose tokens
 are always the same; clients in this process ask for a stream each, all at once, and read. A server that keeps up sends
 an event for each token; one that does not sends several tokens in one. From the first event to the last answer's end:
-tokens per second beside what the device gives, events per token, and the CPU time of the server.
+tokens per second compared with those of the device, events per token, and the CPU time of the server.
 """
 
 import argparse
@@ -37,7 +37,7 @@ POSITIONS = 64  # of a prompt, at most
 
 
 class PacedDevice(IdleDevice):
-    """Its graphs take some seconds each, one behind the other; what is not captured, prompts, takes none."""
+    """A device whose graphs take a fixed time each, one after the other. Prompts have no graph, and take none."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ def stream(port: int, index: int, tokens: int) -> socket.socket:
     """A request that has been sent."""
     messages = [{"role": "user", "content": f"What is special about {index}?"}]
     body = {"messages": messages, "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True}
-    asked = HTTPConnection("127.0.0.1", port)
-    asked.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    asked.sock.setblocking(False)
-    return asked.sock
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.sock.setblocking(False)
+    return connection.sock
 
 
 def measure(load: Load, pid: int, port: int) -> str:

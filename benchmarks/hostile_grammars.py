@@ -4,8 +4,8 @@
 
 ENGINE is a tiny model's, built for the run, unless one is given. Each scenario runs on the same server while two
 clients, in processes of their own, stream answers without a grammar. The worst time between two pieces of a stream is
-compared with that of the scenario `control`, in which nothing else is asked for. `honest` is three clients that ask one
-after another for answers by a small schema that nobody has used before; they also run in `mixed`, beside 90 grammars of
+compared with that of the scenario `control`, in which there are no other requests. `honest` is three clients that
+request answers by a small new schema, one after another; they also run in `mixed`, together with 90 grammars of
 ten hostile kinds. Memory is the proportional set size of the server and all its children.
 """
 

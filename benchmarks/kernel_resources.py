@@ -1,4 +1,4 @@
-"""What the GPU kernels of a model take: registers, memory that spills, shared memory, and the seconds to compile them.
+"""Resources of the GPU kernels of a model: registers, spilled bytes, shared memory, and the seconds to compile them.
 
     python benchmarks/kernel_resources.py [--model MODEL] [--target TARGETS] [--batch-invariant] [--jobs N] [--each]
         [QUANT ...]
@@ -54,7 +54,7 @@ Made = Mapping[str, Mapping[Instance | TritonInstance, Compiled]]  # architectur
 
 
 def kernels(model: str, quants: Sequence[str], targets: tuple[str, ...], batch_invariant: bool = False) -> list[Kernel]:
-    """Of a model in all these formats, each once, by their names."""
+    """Kernels of a model in all these formats, each once, by their names."""
     checkpoint, found = open_checkpoint(model), dict[str, Kernel]()
     for quant in quants:
         config = BuildConfig(quant=quant_config(quant), targets=targets, batch_invariant=batch_invariant)
@@ -107,7 +107,7 @@ def table(found: Sequence[Kernel], made: Made, *, each: bool = False) -> str:
 
 
 def excesses(found: Sequence[Kernel], made: Made, local: Mapping[str, str] = LOCAL) -> list[str]:
-    """What kernels take and should not."""
+    """Describes every kernel that uses too much memory."""
     wrong = []
     for sm, compiled in made.items():
         for kernel in found:
@@ -131,7 +131,7 @@ def compiled_for(
 
 
 def children_seconds() -> float:
-    """Of processor time, of processes that have ended."""
+    """Seconds of processor time of child processes that have ended."""
     times = os.times()
     return times.children_user + times.children_system
 

@@ -1,10 +1,10 @@
-"""Does a mixture larger than half the machine's memory build in little of it, and run from its file?
+"""Memory of build and run of a mixture of experts that is larger than half the machine's memory.
 
     python benchmarks/large_mixture.py [--share 0.55] [--quant bf16] [--tokens 16] [--folder FOLDER]
 
 A checkpoint of Qwen3-MoE's shape, 8 of 64 experts in each layer, whose random weights take `--share` of the machine's
 memory in bfloat16; layers have the same weights, each in a file of its own. Prints what was written; of `engine build`
-the seconds and the most anonymous memory at once (RssAnon); and of an engine that writes `--tokens` tokens behind a
+the seconds and the most anonymous memory at once (RssAnon); and of an engine that writes `--tokens` tokens after a
 prompt of 8, in a process of its own: its anonymous memory, the most that it has of its file in memory at once, and
 tokens/s. Needs room on the disk for the checkpoint and the engine, which are deleted at the end.
 """
@@ -63,7 +63,7 @@ def layer_tensors() -> dict[str, torch.Tensor]:
 
 
 def write_checkpoint(folder: Path, nbytes: float) -> int:
-    """As many layers as have `nbytes`, in whole ones; the bytes written."""
+    """Writes as many complete layers as fit into `nbytes`, and returns the number of bytes written."""
     folder.mkdir()
     own = layer_tensors()
     layers = -(-int(nbytes) // sum(tensor.nbytes for tensor in own.values()))

@@ -1,4 +1,4 @@
-"""What each quantization method costs: quality, bits a weight, and the time and memory of its build.
+"""Cost of each quantization method: quality, bits per weight, and the time and memory of its build.
 
     python benchmarks/methods.py [--model smollm2-rescaled] [--work FOLDER] [--output FILE] [METHOD ...]
 
@@ -39,7 +39,7 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
 def options(method: str) -> tuple[str, ...]:
-    """What `engine build` is given: --quant int4-awq --group-size 64."""
+    """Options of `engine build` for a method, such as --quant int4-awq --group-size 64."""
     name, *settings = method.split(",")
     pairs = (setting.partition("=") for setting in settings)
     return ("--quant", name, *(word for key, _, value in pairs for word in (f"--{key}", value)))

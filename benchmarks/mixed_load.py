@@ -1,4 +1,4 @@
-"""Interactive streams keep their pace beside batch and best-effort work, and the machine stays busy.
+"""Pace of interactive streams during batch and best-effort work, and how busy the machine is.
 
     python benchmarks/mixed_load.py [MODEL] [--quant int8-wo] [--goal-ms 60] [--streams 4] [--seconds 60] [--json FILE]
 
@@ -50,7 +50,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one case."""
+    """Measurements of one case."""
 
     p50_ms: float
     p99_ms: float

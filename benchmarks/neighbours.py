@@ -1,10 +1,10 @@
-"""What an engine keeps of its speed beside processes that are busy: one core each, as much as they get.
+"""Speed of an engine while other processes keep cores busy, one core for each process.
 
     python benchmarks/neighbours.py [MODEL] [--quant int8-wo] [--batch 1] [--tokens 100] [--rounds 5]
 
-Cases in turn in each round: one thread, and one a core, each beside no neighbour, one, and one a core. Prints tokens/s
-of decoding, and their ratio, within a round, to the same threads without neighbours (medians and range), beside the
-share of the cores that a fair scheduler leaves to as many threads.
+Cases in turn in each round: one thread, and one for each core, each with no busy process, one, and one for each core.
+Prints tokens/s of decoding, their ratio, within a round, to the same threads without busy processes (medians and
+range), and the share of the cores that a fair scheduler leaves to this number of threads.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def neighbours(count: int) -> Iterator[None]:
 
 
 def fair_share(threads: int, busy: int, cores: int) -> float:
-    """Of the cores that so many threads fill alone."""
+    """Share of the cores that a fair scheduler leaves to `threads` threads next to `busy` processes."""
     return min(1.0, cores / (threads + busy))
 
 
@@ -84,7 +84,7 @@ def main() -> None:
         ratio = (
             f"{statistics.median(kept):.2f} ({kept[0]:.2f} to {kept[-1]:.2f}) of it alone; a fair share is {share:.2f}"
         )
-        print(f"{threads} threads beside {busy}: {speed:6.0f} tokens/s, {ratio}")
+        print(f"{threads} threads next to {busy}: {speed:6.0f} tokens/s, {ratio}")
 
 
 if __name__ == "__main__":

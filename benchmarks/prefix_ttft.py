@@ -1,16 +1,16 @@
-"""How much earlier the first token comes where the beginning of a prompt is in the prefix cache.
+"""Time to the first token of a prompt whose prefix is in the prefix cache, compared with a new prompt.
 
     python benchmarks/prefix_ttft.py ENGINE [--tokens 1000] [--rounds 5] [--kv-cache-disk 4g --kv-cache-dir DIR]
 
 Three cases, in turn in each round, on the engine as a library (LLM):
 
     cold      a prompt that begins with new random tokens, and ends with a question of some more
-    memory    the same beginning with another question
-    disk      the same beginning with a third question, after the engine was closed and opened again; only with
+    memory    the same prefix with another question
+    disk      the same prefix with a third question, after the engine was closed and opened again; only with
               --kv-cache-disk
 
-Measured is the time from asking to the first token, which is the only one. Prints the median of each case, and of its
-ratios to `cold` of the same round, with their range.
+Measured is the time from the request to the first token, which is the only one. Prints the median of each case, and
+of its ratios to `cold` of the same round, with their range.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 from enginewright import LLM, SamplingParams
 from enginewright.runtime.device.machine import num_cores
 
-QUESTION = 8  # tokens behind the beginning
+QUESTION = 8  # tokens after the prefix
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -32,9 +32,9 @@ def tokens(llm: LLM, count: int) -> list[int]:
     return [random.randrange(llm.engine.plan.vocab_size) for _ in range(count)]
 
 
-def first_token_s(llm: LLM, beginning: list[int], *, is_cached: bool) -> float:
-    """Seconds until the first token behind a beginning and a new question."""
-    prompt = beginning + tokens(llm, QUESTION)
+def first_token_s(llm: LLM, prefix: list[int], *, is_cached: bool) -> float:
+    """Seconds until the first token after a prefix and a new question."""
+    prompt = prefix + tokens(llm, QUESTION)
     start = time.perf_counter()
     (output,) = llm.generate([prompt], ONE)
     seconds = time.perf_counter() - start
@@ -58,13 +58,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     llm = opened(arguments)
     times: dict[str, list[float]] = {"cold": [], "memory": []}
     for _ in range(arguments.rounds):
-        beginning = tokens(llm, arguments.tokens)
+        prefix = tokens(llm, arguments.tokens)
         for case in ("cold", "memory"):
-            times[case].append(first_token_s(llm, beginning, is_cached=case != "cold"))
+            times[case].append(first_token_s(llm, prefix, is_cached=case != "cold"))
         if arguments.kv_cache_disk is not None:
             llm.close()
             llm = opened(arguments)
-            times.setdefault("disk", []).append(first_token_s(llm, beginning, is_cached=True))
+            times.setdefault("disk", []).append(first_token_s(llm, prefix, is_cached=True))
     llm.close()
     return times
 
@@ -82,7 +82,7 @@ def report(times: dict[str, list[float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", type=Path)
-    parser.add_argument("--tokens", type=int, default=1000, help="of the beginning")
+    parser.add_argument("--tokens", type=int, default=1000, help="of the prefix")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--kv-cache-disk", help="as engine run has it: how much may be kept on disk")
@@ -90,7 +90,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.kv_cache_disk is None) != (arguments.kv_cache_dir is None):
         parser.error("--kv-cache-disk and --kv-cache-dir go together")
-    print(f"{arguments.engine.name}, a beginning of {arguments.tokens} tokens, {arguments.threads} threads")
+    print(f"{arguments.engine.name}, a prefix of {arguments.tokens} tokens, {arguments.threads} threads")
     report(measure(arguments))
 
 

@@ -11,9 +11,9 @@ be made larger in one and smaller in the other:
     V: rows / s         O: columns × s  (of each query head that reads the KV head)
     up: rows / s        down: columns × s
 
-s is drawn for each channel from 2^[-1/2, 1/2], which moves every column of every matrix off the grid. The embedding
-table, which is also the head, stays: nothing follows it that could undo a scale. Weights are rounded to BF16 again, so
-the function is the same up to BF16's rounding.
+s is a random number from 2^[-1/2, 1/2] for each channel, which moves every column of every matrix off the grid. The
+embedding table, which is also the head, stays: nothing follows it that could undo a scale. Weights are rounded to BF16
+again, so the function is the same up to BF16's rounding.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def rescale(checkpoint: Path, target: Path, seed: int = 0) -> None:
     groups = config["num_attention_heads"] // config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
-    def draw(channels: int) -> torch.Tensor:
+    def random_scale(channels: int) -> torch.Tensor:
         return torch.exp2(torch.rand(channels, generator=generator, dtype=torch.float64) - 0.5)
 
     def multiply(name: str, factor: torch.Tensor) -> None:
@@ -52,14 +52,14 @@ def rescale(checkpoint: Path, target: Path, seed: int = 0) -> None:
             (f"{prefix}input_layernorm.weight", [f"{attention}{name}_proj.weight" for name in "qkv"]),
             (f"{prefix}post_attention_layernorm.weight", [f"{mlp}{name}_proj.weight" for name in ("gate", "up")]),
         ):
-            scale = draw(config["hidden_size"])
+            scale = random_scale(config["hidden_size"])
             multiply(norm, 1 / scale)
             for name in following:
                 multiply(name, scale)  # columns: weights are [out, in]
-        scale = draw(config["num_key_value_heads"] * head_dim)
+        scale = random_scale(config["num_key_value_heads"] * head_dim)
         multiply(f"{attention}v_proj.weight", 1 / scale[:, None])
         multiply(f"{attention}o_proj.weight", scale.view(-1, 1, head_dim).expand(-1, groups, -1).reshape(-1))
-        scale = draw(config["intermediate_size"])
+        scale = random_scale(config["intermediate_size"])
         multiply(f"{mlp}up_proj.weight", 1 / scale[:, None])
         multiply(f"{mlp}down_proj.weight", scale)
 

@@ -1,12 +1,12 @@
-"""What serving costs: tokens per CPU-second of `engine run`, beside the library's LLM.generate for the same work.
+"""Cost of serving: tokens per CPU-second of `engine run`, and of the library's LLM.generate for the same work.
 
     python benchmarks/server_overhead.py [MODEL] [--quant int8-wo] [--requests 64] [--rounds 5] [--json FILE]
 
-In turn in each round: the library in a process of its own, and a client in another process that asks the server for
-the same number of prompts, all at once, plainly and streaming. CPU time is that of the process that holds the engine:
+In turn in each round: the library in a process of its own, and a client in another process that sends the server the
+same number of prompts, all at once, with and without streaming. CPU time is that of the process that holds the engine:
 the client's does not count, though on few cores it slows the wall clock. All prompts of a run are new, so that no
-prefix cache helps. Beside decodes the server reads prompts in chunks (prefill_chunk_size), and the library does not
-unless it is told to: `offline, paced`.
+prefix cache helps. In steps that also decode the server reads prompts in chunks (prefill_chunk_size). The library does
+so only in the case `offline, paced`.
 
 Prints tokens per CPU-second and per second (medians), and the server's share of the library's figures within a round
 (median and range).
@@ -38,7 +38,7 @@ OFFLINE, PACED, PLAIN, STREAM = "offline", "offline, paced", "server", "server, 
 
 @dataclass(frozen=True)
 class Figure:
-    """What one run took."""
+    """Measurements of one run."""
 
     seconds: float  # by the clock
     cpu_seconds: float  # of the measured process

@@ -1,13 +1,13 @@
-"""What speculation brings: the same requests with and without it, round by round, and whether the answers are the same.
+"""Speedup by speculation: the same requests with and without it, round by round, and a comparison of the answers.
 
     python benchmarks/speculation.py ENGINE [--speculate ngram] [--tasks code edit prose random] [--temperatures 0 0.7]
                                      [--batch 1 32] [--tokens 96] [--rounds 5]
 
 Tasks: `code` completes functions, `edit` repeats a text with a change, `prose` goes on with a story
-(protocol/tasks.py), and `random` goes on with random tokens: at temperature 1 hardly a guess is right. Rounds are
-interleaved; ratios are medians over them, with their range. `--rounds 0` gives lengths alone. These depend on time only
-by the number of guesses, which the engine chooses by what they cost: how often guesses are right by their place says
-what a fixed number would give.
+(protocol/tasks.py), and `random` continues random tokens: at temperature 1 hardly any draft token is accepted. Rounds
+are interleaved; ratios are medians over them, with their range. `--rounds 0` prints only lengths. These depend on time
+only through the number of draft tokens, which the engine chooses by their cost. The acceptance rate of each draft
+position tells what a fixed number would give.
 """
 
 import argparse
@@ -60,14 +60,14 @@ def stats_of(llm: LLM) -> SpeculationStats:
 
 
 def lengths(before: SpeculationStats, after: SpeculationStats, num_tokens: int) -> str:
-    """What became of the guesses of so many tokens of answers."""
-    guessed = np.subtract(after.guessed, before.guessed)
+    """Describes how many draft tokens were accepted for `num_tokens` tokens of answers."""
+    drafted = np.subtract(after.guessed, before.guessed)
     accepted = np.subtract(after.accepted, before.accepted)
     drafts = after.num_drafts - before.num_drafts
-    rates = " ".join(f"{right / all_:.2f}" for right, all_ in zip(accepted, guessed, strict=True) if all_)
+    rates = " ".join(f"{right / all_:.2f}" for right, all_ in zip(accepted, drafted, strict=True) if all_)
     return (
-        f"{1 + accepted.sum() / max(drafts, 1):.2f} tokens by a step with guesses, of which there were {drafts}, "
-        f"{num_tokens / (num_tokens - accepted.sum()):.2f} by any; right by place: {rates or 'no guess'}"
+        f"{1 + accepted.sum() / max(drafts, 1):.2f} tokens by a step with draft tokens, of which there were {drafts}, "
+        f"{num_tokens / (num_tokens - accepted.sum()):.2f} by any; accepted by position: {rates or 'no draft token'}"
     )
 
 

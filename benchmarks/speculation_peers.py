@@ -1,4 +1,4 @@
-"""What a draft brings here, in OpenVINO and in llama.cpp: the pair of coder_pair.py, code, greedy, batch 1.
+"""Speedup by a draft model here, in OpenVINO and in llama.cpp: the pair of coder_pair.py, code, greedy, batch 1.
 
     python benchmarks/speculation_peers.py FOLDER ENGINE [--llama-cpp BIN] [--tokens 96] [--rounds 5] [--threads 2]
 
@@ -10,7 +10,7 @@ FOLDER is that of coder_pair.py. ENGINE is made of it by
 Peers have the same: eight bits for the model and four for its draft. OpenVINO's environment and models are made on the
 first run, as cpu.py makes them. BIN is the folder of llama.cpp's programs (llama-speculative-simple, llama-bench and
 llama-quantize; the source is in the sdist of llama-cpp-python); without it, llama.cpp is left out. Peers are run with
-each number of guesses of `GUESSES`; ours chooses by itself.
+each number of draft tokens of `DRAFT_TOKENS`; ours chooses by itself.
 
 Rounds go through all engines in turn, with the draft and without. A ratio is of one engine, within a round: the time of
 all answers, prompts included, without the draft and with it.
@@ -34,8 +34,9 @@ from protocol.tasks import CODE
 from enginewright import LLM, SamplingParams
 from enginewright.runtime.engine import Engine
 
-GUESSES = (3, 5, 8)
-SURE = 0.75  # below which llama.cpp's draft ends a chain, where it is told to
+DRAFT_TOKENS = (3, 5, 8)
+# Confidence below which llama.cpp's draft model proposes no further token, in the case that sets this option.
+MIN_CONFIDENCE = 0.75
 
 Runs = Mapping[str, Callable[[], float]]  # seconds of all answers, by the way of guessing; the first is without
 
@@ -58,20 +59,20 @@ def ours(path: Path, tokens: int, threads: int) -> tuple[Runs, list[list[int]]]:
 
 
 def openvino(folder: Path, prompts: list[list[int]], tokens: int, threads: int, workers: ExitStack) -> dict[str, Runs]:
-    """By the number of guesses, each in a process of its own that ends with `workers`."""
+    """Engines by the number of draft tokens, each in a process of its own that ends with `workers`."""
     python = python_of("openvino", folder / "envs")
     models = [
         openvino_model(python, checkpoint_of(folder / parted.name, folder), folder, bits)
         for parted, bits in ((TARGET, "int8"), (DRAFT, "int4"))
     ]
     found = {}
-    for guesses in GUESSES:
+    for draft_tokens in DRAFT_TOKENS:
         script = Path(__file__).parent / "peers/openvino_speculating.py"
-        command = [str(python), str(script), *map(str, models), str(guesses), str(threads)]
-        worker = workers.enter_context(closing(Worker(command, folder / f"openvino-{guesses}.log")))
-        found[f"OpenVINO, {guesses} guesses"] = {
+        command = [str(python), str(script), *map(str, models), str(draft_tokens), str(threads)]
+        worker = workers.enter_context(closing(Worker(command, folder / f"openvino-{draft_tokens}.log")))
+        found[f"OpenVINO, {draft_tokens} draft tokens"] = {
             do: lambda worker=worker, do=do: worker.ask(do, prompts=prompts, tokens=tokens).seconds
-            for do in ("generate", "guess")
+            for do in ("generate", "speculate")
         }
     return found
 
@@ -95,7 +96,7 @@ def llama_cpp(folder: Path, bin_folder: Path, prompts: list[list[int]], tokens: 
         said = run("llama-bench", *same, "-p", "0", "-n", "0", *lengths, "-r", "1", "-o", "json")
         return sum(map(float, re.findall(r'"avg_ns": (\d+)', said))) / 1e9
 
-    def guess(*options: str) -> float:
+    def speculate(*options: str) -> float:
         options = (
             "-n",
             str(tokens),
@@ -115,10 +116,12 @@ def llama_cpp(folder: Path, bin_folder: Path, prompts: list[list[int]], tokens: 
         assert len(seconds) == 2 * len(CODE), "it does not say how long it took"
         return sum(map(float, seconds))
 
-    ways = {f"{guesses} guesses": ["--spec-draft-n-max", str(guesses)] for guesses in GUESSES}
-    ways |= {f"8 guesses above {SURE}": ["--spec-draft-n-max", "8", "--spec-draft-p-min", str(SURE)]}
+    ways = {f"{count} draft tokens": ["--spec-draft-n-max", str(count)] for count in DRAFT_TOKENS}
+    ways |= {
+        f"8 draft tokens above {MIN_CONFIDENCE}": ["--spec-draft-n-max", "8", "--spec-draft-p-min", str(MIN_CONFIDENCE)]
+    }
     return {
-        f"llama.cpp, {way}": {"off": plain, "draft": lambda options=options: guess(*options)}
+        f"llama.cpp, {way}": {"off": plain, "draft": lambda options=options: speculate(*options)}
         for way, options in ways.items()
     }
 

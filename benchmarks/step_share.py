@@ -1,9 +1,9 @@
-"""Python's share of a step: scheduling, packing, taking up tokens and turning them into text, beside the kernels.
+"""Python's share of a step, compared with the kernels: scheduling, packing, committing and detokenizing tokens.
 
     python benchmarks/step_share.py [CHECKPOINT] [--quant bf16] [--batch 1 8 32] [--steps 200] [--rounds 5]
 
 Decodes in a batch, one thread stepping the engine as the server's does. Timed inside are the two calls into C++ (the
-executor, and sampling); what is left of a step is Python's. Medians over rounds.
+executor, and sampling); the rest of a step is Python's. Medians over rounds.
 """
 
 import argparse
@@ -51,20 +51,20 @@ def round_of(engine: Engine, batch: int, steps: int) -> tuple[float, float, floa
     """Seconds of a step, and of it in kernels and in sampling."""
     core = EngineCore(engine, RuntimeConfig(max_num_seqs=batch, max_model_len=PROMPT + SETTLE + steps + 2))
     kernels = core.executor._executor = Timed(core.executor._executor, "run")  # type: ignore[assignment]
-    draws = sampling._cpu = Timed(_cpu, "sample")  # type: ignore[assignment]
+    sampler = sampling._cpu = Timed(_cpu, "sample")  # type: ignore[assignment]
     params = SamplingParams(temperature=0, max_tokens=SETTLE + steps + 1, ignore_eos=True)
     for index in range(batch):
         prompt = [(index * 997 + place * 31) % 40000 + 10 for place in range(PROMPT)]
         core.add(core.request(prompt, params, lambda _: None))
     while core.stats().generated_tokens < batch * SETTLE:
         core.step()
-    kernels.seconds = draws.seconds = 0.0
+    kernels.seconds = sampler.seconds = 0.0
     start = time.perf_counter()
     for _ in range(steps):
         core.step()
     elapsed = time.perf_counter() - start
     sampling._cpu = _cpu
-    return elapsed / steps, kernels.seconds / steps, draws.seconds / steps
+    return elapsed / steps, kernels.seconds / steps, sampler.seconds / steps
 
 
 def main() -> None:
@@ -82,11 +82,11 @@ def main() -> None:
         with Engine.open(path) as engine:
             for batch in arguments.batch:
                 rounds = [round_of(engine, batch, arguments.steps) for _ in range(arguments.rounds)]
-                step, kernels, draws = (statistics.median(column) * 1e3 for column in zip(*rounds, strict=True))
-                shares = [1 - (inner + drawn) / whole for whole, inner, drawn in rounds]
+                step, kernels, sampled = (statistics.median(column) * 1e3 for column in zip(*rounds, strict=True))
+                shares = [1 - (executor_s + sampling_s) / step_s for step_s, executor_s, sampling_s in rounds]
                 share = f"{statistics.median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%})"
                 print(f"{arguments.quant} batch {batch:<3} step {step:6.2f} ms, kernels {kernels:6.2f}", end="")
-                print(f", sampling {draws:5.3f}, Python {share}")
+                print(f", sampling {sampled:5.3f}, Python {share}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python benchmarks/stream_pace.py [MODEL] [--quant int8-wo] [--streams 16] [--prompt 4000] [--rounds 5] [--json FILE]
 
-Three cases, in turn in each round, on the engine as a library (AsyncLLM, which is what the server stands on):
+Three cases, in turn in each round, on the engine as a library (AsyncLLM, which the server uses):
 
     alone     the streams, and no long prompt
-    chunked   a long prompt arrives; beside decodes it is read --chunk tokens a step
+    chunked   a long prompt arrives; it is read --chunk tokens in each step with decodes
     whole     a long prompt arrives, and is read in one step
 
 Counted are the gaps of all streams that lie, even in part, between the arrival of the long prompt and its first token:
@@ -80,8 +80,8 @@ async def pace(llm: AsyncLLM, prompts: list[list[int]], long_prompt: list[int] |
     if long_prompt is None:
         await _written(streams, len(streams[0].times) + ALONE)
     else:
-        asked = llm.submit(long_prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
-        async for _ in asked:
+        outputs = llm.submit(long_prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        async for _ in outputs:
             pass
     end = time.perf_counter()
     await _written(streams, max(len(stream.times) for stream in streams) + 2)  # the gap that the end lies in
@@ -96,7 +96,7 @@ async def pace(llm: AsyncLLM, prompts: list[list[int]], long_prompt: list[int] |
 
 
 async def _written(streams: list[Stream], tokens: int) -> None:
-    """Until every stream has had so many deltas."""
+    """Waits until every stream has this number of deltas."""
     while any(len(stream.times) < tokens and not stream.ended for stream in streams):
         await asyncio.sleep(0.005)
 

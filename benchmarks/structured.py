@@ -1,11 +1,11 @@
-"""What a grammar costs: to compile it, and a step of a batch that follows one beside the same batch without.
+"""Cost of a grammar: its compilation, and a step of a batch with a grammar compared with the same batch without.
 
     PYTHONPATH=. python benchmarks/structured.py [CHECKPOINT] [--quant w8a8] [--batch 1 32] [--tokens 96] [--rounds 5]
 
 Compiling is measured from a request's parameters to a grammar that is ready, for the fifty schemas of
-tests/helpers/schemas.py, which nobody has asked for before, after one that starts the process for it. Answers are of
+tests/helpers/schemas.py, none of them compiled before, after one that starts the process for it. Answers are of
 one shape with and without: temperature 1, a JSON array that goes on and on. Rounds are interleaved. Tokens that the
-grammar forces take no step of their own (they are guesses that are right), so tokens per second and steps per second
+grammar forces take no step of their own (they are accepted draft tokens), so tokens per second and steps per second
 are both given.
 """
 

@@ -1,1 +1,1 @@
-"""What this project is worth on the GPU at hand: `python -m benchmarks.gpu`."""
+"""Correctness and speed of this project on the GPU at hand: `python -m benchmarks.gpu`."""

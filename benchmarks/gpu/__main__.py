@@ -1,10 +1,10 @@
-"""Everything that is to be known of this project on the GPU at hand: is it right, and how fast is it?
+"""Checks and measurements of this project on the GPU at hand.
 
     python -m benchmarks.gpu [--parts PART ...] [--limit SECONDS] [--site FOLDER] [--output FOLDER] [--add]
 
-From the repository's root, in at most 8 minutes. It needs a Python with torch and what else it names where it is
-missing; FOLDER may have such packages (`pip install --target`). Each part runs in a process of its own, and what it has
-found is written before the next begins. It ends with 1 if something went wrong, and 6 if there is no GPU.
+From the repository's root, in at most 8 minutes. It needs a Python with torch and further packages, which it names if
+they are missing; FOLDER may have such packages (`pip install --target`). Each part runs in a process of its own, and
+its findings are written before the next begins. It ends with 1 if something went wrong, and 6 if there is no GPU.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What requests may ask for, of a tiny model's engine on the GPU: beside the CPU, and with steps begun ahead or not."""
+"""All kinds of requests to a tiny model's engine on the GPU, compared with the CPU, with steps ahead and without."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ from tests.helpers.ladder import Ladder
 from tests.helpers.tiny import VOCAB_SIZE
 
 Limits = Mapping[str, int]
-# Steps of so few tokens that an answer's bits do not hang on its company; and such as take kernels for many tokens.
+# Steps of few tokens, in which an answer's bits do not depend on its batch, and steps that use kernels for many tokens.
 LIMITS = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_logit_rows": 64}
 AT_ONCE = LIMITS | {"max_num_batched_tokens": 256, "max_logit_rows": 256}
 PROMPTS, TOKENS = 16, 8  # of a kind; of an answer
 # Of tokens, those before an answer's first that is not the CPU's. Logits are up to 0.02 apart (in emulation), so that
-# a draw in a hundred is another one, and what follows: 0.87 are alike. With another seed it would be next to none.
+# one sampled token in a hundred differs, and all after it: 0.87 are alike. With another seed it would be almost none.
 ALIKE = 0.6
 LOGPROB = 0.08  # apart, where the tokens before are the same
 Answer = list[SampledToken]
@@ -31,11 +31,11 @@ Answer = list[SampledToken]
 
 @dataclass(frozen=True)
 class Kind:
-    """Of requests. ladder: they follow the tests' grammar."""
+    """A kind of requests."""
 
     name: str
     params: SamplingParams
-    ladder: bool = False
+    ladder: bool = False  # the answers follow the tests' grammar
 
     def prompts(self) -> list[list[int]]:
         random = np.random.default_rng(len(self.name))
@@ -56,7 +56,7 @@ KINDS = (
 
 
 class Heard:
-    """What a request was answered."""
+    """The answer to one request, token by token."""
 
     def __init__(self) -> None:
         self.tokens: Answer = []
@@ -84,7 +84,7 @@ def answered(
             for request, delta in core.step():
                 request.sink(delta)
         core.close()
-    return {name: [one.tokens for one in told] for name, told in heard.items()}
+    return {name: [one.tokens for one in answers] for name, answers in heard.items()}
 
 
 def compared(kind: Kind, ours: list[Answer], theirs: list[Answer]) -> dict[str, float | str]:
@@ -117,7 +117,8 @@ def compared(kind: Kind, ours: list[Answer], theirs: list[Answer]) -> dict[str, 
 def measure(report: Report, name: str, path: Path, device: str, limits: Limits = LIMITS) -> None:
     """Each kind by itself, one step after the other; then all of them together, with a step ahead.
 
-    limits: so that answers have the same bits in any company.
+    Args:
+        limits: Limits with which answers are bitwise the same in any batch.
     """
     alone: dict[str, list[Answer]] = {}
     for kind in KINDS:

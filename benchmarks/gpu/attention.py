@@ -1,4 +1,4 @@
-"""Paged attention, decoding and reading prompts, beside torch's SDPA, FlashInfer where it is, and the roofline."""
+"""Paged attention of decode and prefill, compared with torch's SDPA, FlashInfer if installed, and the roofline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 4096, 32768)
 PROMPT = 8192
 KV_DTYPES = {"bf16": ir.DataType.BFLOAT16, "i8": ir.DataType.INT8, "e4m3": ir.DataType.FLOAT8E4M3FN}
-WGMMA = "bf16 wgmma"  # beside bf16: prompts by Hopper's kernel
-SAME = 2e-2  # error of bf16 results beside torch's, over the largest
+WGMMA = "bf16 wgmma"  # like bf16, with Hopper's kernel for prompts
+SAME = 2e-2  # largest difference of bf16 results from torch's, relative to the largest value
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -35,7 +35,7 @@ BACKENDS = {
 
 
 def tile_bytes(kv: str) -> int:
-    """Of one head's keys, or values, in a block."""
+    """Bytes of one head's keys, or values, in a block."""
     return BLOCK_SIZE * kv_row_bytes(HEAD_DIM, kv)
 
 
@@ -220,7 +220,7 @@ def peers(prepared: Prepared, bench: Bench, report: Report, name: str) -> dict[s
 
 
 def error(prepared: Prepared) -> float:
-    """How far the result with the last set of pages, of bf16, is from torch's."""
+    """Difference of the result with the last set of bf16 pages from torch's, relative to its largest value."""
     keys, values = prepared.dense(len(prepared.tables) - 1)
     causal = prepared.problem.tokens > 1
     expected = scaled_dot_product_attention(prepared.q, keys, values, is_causal=causal, enable_gqa=True)
@@ -230,7 +230,11 @@ def error(prepared: Prepared) -> float:
 def measure(
     bench: Bench, report: Report, roofline: Roofline, problem: Problem, calls: dict[str, OpCall], only: str = ""
 ) -> None:
-    """Of a batch and a context, by all calls; peers have pages of bf16. only: who is reported, beside the others."""
+    """Measures a batch and a context with all calls; peers have pages of bf16.
+
+    Args:
+        only: Name of the call that is reported, compared with the others. "": all are.
+    """
     kind = "decode" if problem.tokens == 1 else "prefill"
     name = f"attention/{kind}/{problem.batch}x{problem.context}"
     contestants: dict[str, Replay] = {}

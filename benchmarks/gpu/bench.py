@@ -43,7 +43,7 @@ class Bench(Protocol):
     def ours(self, works: list[Work]) -> Replay: ...
     def torch(self, works: list[Work]) -> Replay: ...
     def seconds(self, replay: Replay) -> float:
-        """Of one run."""
+        """Seconds of one run."""
         ...
 
 
@@ -96,7 +96,7 @@ def all_of(works: list[Work]) -> Callable[[], None]:
 
 
 def copies(bench: Bench, nbytes: int, at_least: int = 1, at_most: int = 256) -> int:
-    """How many sets of operands of this size a round takes in turn, so that none is found in the cache."""
+    """Number of sets of operands of this size that a round uses in turn, so that none is in the cache."""
     return min(max(-(-CACHES * bench.l2_bytes // nbytes), at_least), at_most)
 
 

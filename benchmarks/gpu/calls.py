@@ -35,7 +35,7 @@ class OpCall:
         return {role: empty(matrix, sizes, at).zero_() for role, matrix in own.items()}
 
     def bind(self, device: Device, operands: Tensors, sizes: StepSizes) -> Callable[[], None]:
-        """What launches it with operands in these tensors."""
+        """Returns the launches with operands in these tensors."""
         tensors = {"": torch.tensor(sizes.counts, dtype=torch.int32, device=operands["out"].device), **operands}
         runs = []
         for launch in self.launches:
@@ -86,7 +86,7 @@ def call_of(
 
 
 def buffer(dtype: str, columns: int, rows: Linear = TOKENS) -> Matrix:
-    """As matrices lie in the arena."""
+    """Allocates a matrix with the layout of the arena."""
     padded = -(-columns // COLUMN_ALIGN) * COLUMN_ALIGN
     return Matrix(dtype, rows, columns, Buffer(dtype, rows, columns, 0).stride, padded)
 
@@ -102,7 +102,7 @@ def empty(matrix: Matrix, sizes: StepSizes, at: str) -> torch.Tensor:
 
 
 def random_rows(matrix: Matrix, sizes: StepSizes, at: str) -> torch.Tensor:
-    """The same with numbers in its columns, and zeros behind them."""
+    """Allocates such a matrix with random numbers in its columns, and zeros after them."""
     rows = empty(matrix, sizes, at).zero_()
     shape = (len(rows), matrix.columns)
     if matrix.dtype == "i8":

@@ -1,4 +1,4 @@
-"""Whole engines of tiny models on the GPU: beside their own graph in onnxruntime, beside the CPU, and in company."""
+"""Engines of tiny models on the GPU, compared with their graph in onnxruntime and the CPU, alone and in a batch."""
 
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -162,14 +162,14 @@ def greedy(path: Path, device: str, prompts: list[list[int]], **limits: object) 
 
 
 def margin(path: Path, prompt: list[int], answer: list[int], other: int) -> float:
-    """By how much the CPU's next token behind an answer leads another one."""
+    """Margin of the CPU's next token after an answer over another token."""
     with Engine.open(path, "cpu") as engine:
         (logits,) = score(CpuExecutor(engine, RuntimeConfig(**LIMITS)), [[*prompt, *answer]], last_only=True)
     return float(logits[-1].max() - logits[-1][other])
 
 
 def in_flight(path: Path, device: str) -> dict[str, float | str]:
-    """Requests that share beginnings, in memory for a few of them, beside the same alone, and on the CPU."""
+    """Requests that share prefixes, in memory for a few of them, compared with the same alone, and on the CPU."""
     random = np.random.default_rng(1)
     begin = random.integers(3, 300, 32).tolist()
     prompts = [begin + random.integers(3, 300, int(count)).tolist() for count in random.integers(1, 20, 16)]

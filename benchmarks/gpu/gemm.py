@@ -1,4 +1,4 @@
-"""Matrix products of an 8B Llama's shapes in every format, beside cuBLAS and the roofline."""
+"""Matrix products of an 8B Llama's shapes in every format, compared with cuBLAS and the roofline."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from enginewright.plugins.gemm.quantize_rows import groups_of
 from enginewright.plugins.kernel import Call, Matrix
 
 TOKENS = (1, 8, 16, 64, 512, 4096)
-SAME = 2e-2  # error of bf16 results beside torch's, over the largest: both are rounded to bf16
+SAME = 2e-2  # largest difference of bf16 results from torch's, relative to the largest value: both are rounded to bf16
 CUBLAS, SCALED_MM = "cublas bf16", "cublas fp8"
 
 
@@ -47,21 +47,19 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """weight: dtype as packed. group: columns that a scale is for; 0 is a row's. x: dtype. beside: of the kernels that
-    engines have, where this is Hopper's wgmma instead, for many tokens.
-    """
+    """A format of weights and activations."""
 
     name: str
     op: str
-    weight: str
-    group: int = 0
-    x: str = "bf16"
-    beside: str = ""
+    weight: str  # dtype of packed weights
+    group: int = 0  # columns that share one scale; 0: one scale for each row
+    x: str = "bf16"  # dtype of activations
+    sibling: str = ""  # for Hopper's wgmma: name of the same format with the kernels of other GPUs
 
     @property
     def weights(self) -> str:
-        """The format whose weights it has."""
-        return self.beside or self.name
+        """Name of the format whose weights it has."""
+        return self.sibling or self.name
 
     def forms(self, shape: Shape) -> dict[str, PackedForm]:
         pairs = "_pairs" if shape.gated else ""
@@ -79,7 +77,7 @@ class WeightFormat:
 
     @property
     def tiles(self) -> gemm_tiles.Tiles:
-        """Of engines."""
+        """The tiles that engines have."""
         return gemm_tiles.TILES[self.facts.name]
 
     def call(self, shape: Shape, sm: str, tiles: gemm_tiles.Tiles | None = None) -> OpCall:
@@ -101,9 +99,9 @@ class WeightFormat:
         tiles = tiles or self.tiles
         kernel = gemm_cuda.tiled(kernel_of(self.op), self.facts, tiles)
         call = call_of(self.op, operands, kernel, sm, **attributes)
-        arch = replace(ARCHITECTURES[sm], wgmma_gemm=bool(self.beside))
+        arch = replace(ARCHITECTURES[sm], wgmma_gemm=bool(self.sibling))
         launches = gemm_cuda.launches_on(arch, Call(call.matrices, attributes), self.facts, tiles)
-        if not self.beside:
+        if not self.sibling:
             return replace(call, launches=tuple(launches))
         wgmma = tuple(launch for launch in launches if launch.kernel.startswith("gemm_wgmma"))
         return replace(call, launches=wgmma, sources={"gemm_wgmma": "gemm_wgmma.cuh"})
@@ -119,7 +117,7 @@ FORMATS = (
     WeightFormat("int4", "GemmW4A16", "u4", group=128),
     WeightFormat("mxfp4", "GemmMxfp4A16", "e2m1", group=32),
 )
-HOPPER = tuple(replace(format, name=f"{format.name} wgmma", beside=format.name) for format in FORMATS)
+HOPPER = tuple(replace(format, name=f"{format.name} wgmma", sibling=format.name) for format in FORMATS)
 
 
 def sizes_of(tokens: int) -> StepSizes:
@@ -134,7 +132,7 @@ def r16(weight: torch.Tensor, gated: bool) -> torch.Tensor:
 
 
 class Weights:
-    """Of a shape: sets of operands in turn for a format, and plain matrices for torch."""
+    """Weights of a shape: sets of operands in turn for a format, and plain matrices for torch."""
 
     def __init__(self, bench: Bench, shape: Shape) -> None:
         self.bench, self.shape = bench, shape
@@ -167,7 +165,7 @@ def activations(call: OpCall, tokens: int, at: str) -> Tensors:
 
 
 def error(call: OpCall, shape: Shape, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> float:
-    """Of what a bf16 call gave, over the largest number."""
+    """Largest error of a bf16 call, relative to the largest number."""
     expected = x[:, : shape.columns].float() @ weight.float().T
     if shape.gated:
         gate, up = expected.chunk(2, dim=1)
@@ -177,7 +175,7 @@ def error(call: OpCall, shape: Shape, x: torch.Tensor, weight: torch.Tensor, out
 
 
 def of_torch(bench: Bench, shape: Shape, plain: list[torch.Tensor], x: torch.Tensor) -> dict[str, Replay | str]:
-    """cuBLAS as torch calls it, without an activation behind it; or why not."""
+    """cuBLAS as torch calls it, without an activation after it, or the reason why it cannot run."""
     found: dict[str, Replay | str] = {}
     y = torch.empty(len(x), shape.features, dtype=torch.bfloat16, device=bench.at)
     found[CUBLAS] = bench.torch([lambda w=w: torch.mm(x, w.T, out=y) for w in plain])
@@ -217,8 +215,8 @@ def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, call
             bench.device.synchronize()
             outs[format.name] = shared["out"][:tokens, : call.matrices["out"].columns].float()
             # All tokens, where another kernel has them too; else the first one.
-            found = outs[format.name] if format.beside in outs else outs[format.name][0]
-            reference = outs.get(format.beside)
+            found = outs[format.name] if format.sibling in outs else outs[format.name][0]
+            reference = outs.get(format.sibling)
             if reference is None:
                 reference = first.setdefault(format.weights, found.clone())
             errors[format.name] = float((found - reference).abs().max() / reference.abs().max())
@@ -238,8 +236,8 @@ def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, call
             }
             if SCALED_MM in seconds:
                 values["over cublas fp8"] = ratio(seconds[SCALED_MM], found)
-            if form is not None and form.beside in seconds:
-                values["over mma.sync"] = ratio(seconds[form.beside], found)
+            if form is not None and form.sibling in seconds:
+                values["over mma.sync"] = ratio(seconds[form.sibling], found)
             if name in errors and not errors[name] < SAME:
                 values["error"] = f"it is off by {errors[name]:.2g} of the largest number"
             report.add(f"gemm/{shape.name}/{tokens}/{name}", **values)

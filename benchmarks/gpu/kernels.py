@@ -1,4 +1,4 @@
-"""The tests of CUDA kernels and of engines of them, on the GPU: the same files that run in emulation elsewhere."""
+"""The tests of CUDA kernels and their engines on the GPU; elsewhere the same files run in emulation."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def begun(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def text_at_end(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
-    """What it said, when it has ended by itself or at the deadline, of time.monotonic()."""
+    """Output of a process when it has ended by itself or at the deadline, in seconds of time.monotonic()."""
     try:
         process.wait(max(deadline - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:
@@ -43,7 +43,7 @@ def text_at_end(process: subprocess.Popen[bytes], log: Path, deadline: float) ->
 
 
 def outcomes(xml: Path) -> dict[str, object]:
-    """Of a run: how many tests there were, and the names of those that did not pass, with what they said first."""
+    """The number of tests of a run, and the names of those that did not pass, with their first line."""
     tests = list(ElementTree.parse(xml).getroot().iter("testcase"))
     wrong = []
     for test in tests:

@@ -1,6 +1,6 @@
-"""A model of the 8B Llama shape in FP8, KV cache too: offline throughput beside its roofline, and time to ready.
+"""A model of the 8B Llama shape in FP8, KV cache too: offline throughput compared with its roofline, and time to ready.
 
-Weights are random, and the head is tied, so that the whole is as large as one without a head of its own.
+Weights are random, and the head is tied to the embedding.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ STEP_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Work:
-    """Requests asked at once; tokens of each one's prompt, and of its answer."""
+    """Number of requests at once, and tokens of each prompt and answer."""
 
     requests: int
     prompt: int
@@ -43,7 +43,7 @@ class Work:
     def roofline_seconds(
         self, roofline: Roofline, sizes: Mapping[str, Any], step_bytes: int, kv_bytes_per_token: int
     ) -> float:
-        """Of prompts, multiplying; of each later step, the longer of multiplying, and reading weights and KV."""
+        """Seconds of the products of prompts, and for each later step the longer of its products and its reads."""
         body, flops = body_weights(sizes), FP8_OVER_BF16 * roofline.bf16_flops
         multiplying = 2 * self.requests * (body + sizes["vocab_size"] * sizes["hidden_size"]) / flops
         whole = 2 * self.requests * self.prompt * body / flops

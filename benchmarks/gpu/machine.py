@@ -1,4 +1,4 @@
-"""The machine: what its Python lacks, the C++ extension, and what is said of its GPU."""
+"""The machine: missing Python packages, the C++ extension, and facts about its GPU."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A whole model of the 1B Llama shape with random weights: tokens/s, what a step waits for the host, time to ready."""
+"""A model of the 1B Llama shape with random weights: tokens/s, waits of a step for the host, time to ready."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ with LLM(sys.argv[1], device="cuda", kv_cache_memory=8 << 30):
 
 
 def random_checkpoint(sizes: Mapping[str, Any], at: str = "cpu") -> MemoryCheckpoint:
-    """A Llama with a tied head. at: where torch draws its weights."""
+    """A Llama with a tied head. at: device on which torch makes the random weights."""
     hidden, ffn, head = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     width, kv_width = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
     matrices = {
@@ -58,14 +58,14 @@ def random_checkpoint(sizes: Mapping[str, Any], at: str = "cpu") -> MemoryCheckp
     }
     torch.manual_seed(0)
 
-    def drawn(rows: int, columns: int) -> torch.Tensor:
+    def random_weight(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, dtype=torch.bfloat16, device=at).mul_(columns**-0.5).cpu()
 
-    stored = {"model.embed_tokens.weight": drawn(sizes["vocab_size"], hidden)}
+    stored = {"model.embed_tokens.weight": random_weight(sizes["vocab_size"], hidden)}
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     for layer in range(sizes["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        stored |= {f"{prefix}.{name}.weight": drawn(*shape) for name, shape in matrices.items()}
+        stored |= {f"{prefix}.{name}.weight": random_weight(*shape) for name, shape in matrices.items()}
         stored |= {f"{prefix}.{name}_layernorm.weight": ones for name in ("input", "post_attention")}
     return MemoryCheckpoint({"model_type": "llama", **sizes}, stored | {"model.norm.weight": ones}, "random")
 
@@ -83,7 +83,7 @@ def build(quant: str, path: Path, targets: tuple[str, ...], sizes: Mapping[str, 
 
 
 class WatchedDevice(cuda_device.CudaDevice):
-    """Notes when what it was asked to run began and ended; nothing while `marks` is None."""
+    """Records when each run began and ended; nothing while `marks` is None."""
 
     latest: "WatchedDevice"
 
@@ -149,13 +149,13 @@ class Subject:
         return self.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
 
     def seconds(self, count: int, prompt: int, tokens: int) -> float:
-        """From the first of so many prompts to the last of `tokens` answered ones."""
+        """Seconds from the first prompt to the last of `tokens` generated tokens."""
         start = time.perf_counter()
         self.answer(count, prompt, tokens)
         return time.perf_counter() - start
 
     def step_seconds(self, batch: int, steps: int) -> float:
-        """Of a step in which each of a batch decodes one token; prompts do not count."""
+        """Seconds of a step in which each sequence of a batch decodes one token; prompts do not count."""
         metrics = [output.metrics for output in self.answer(batch, DEPTH, steps + 1)]
         return median(one.total_s - one.first_token_s for one in metrics) / steps
 

@@ -1,4 +1,4 @@
-"""benchmarks/results/gpu.md: what was aimed at, what was measured, and what went wrong."""
+"""Page benchmarks/results/gpu.md: goals, measurements and failures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Aim:
 
 
 def _values(figures: Figures, names: Sequence[str], key: str) -> list[float]:
-    """Of figures that are sound."""
+    """Values of the figures without an error."""
     found = [figures[name] for name in names if name in figures]
     return [one[key] for one in found if key in one and "error" not in one]
 
@@ -174,6 +174,6 @@ def _cell(text: str) -> str:
 
 
 def all_done(results: Results) -> bool:
-    """Whether every part that was run came to its end, without anything wrong on the way."""
+    """Returns True if every part that was run has ended without a failure."""
     parts = results.get("parts", {}).values()
     return all(part["status"] == DONE and not any("error" in one for one in part["figures"]) for part in parts)

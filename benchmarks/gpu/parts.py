@@ -1,4 +1,4 @@
-"""The parts of the benchmark: each in a process of its own, with a time limit, and whatever it found kept."""
+"""The parts of the benchmark: each runs in a process of its own with a time limit, and its findings are kept."""
 
 import json
 import os
@@ -21,19 +21,19 @@ DONE, FAILED, STOPPED, NOT_RUN = "done", "failed", "stopped at its limit", "not 
 
 @dataclass(frozen=True)
 class Part:
-    """limit_s: what it may take. by_name: it runs only where it is asked for."""
+    """A part of the benchmark."""
 
     name: str
-    limit_s: int
-    what: str
-    by_name: bool = False
+    limit_s: int  # maximum seconds
+    what: str  # title on the page
+    by_name: bool = False  # it runs only if the command names it
 
     @property
     def module(self) -> str:
         return f"benchmarks.gpu.{self.name}"
 
 
-PARTS = (  # in the order of what would be missed most
+PARTS = (  # the most important ones first
     Part("roofline", 60, "What the memory and the tensor cores give"),
     Part("kernels", 150, "Each kernel against its reference"),
     Part("engines", 120, "Engines of tiny models: all families, all methods"),

@@ -1,4 +1,4 @@
-"""What a part finds, line by line, so that what it found before it failed is kept."""
+"""Findings of a part, written line by line, so that those before a failure are kept."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,12 @@ Figure = dict[str, Any]
 
 
 class Report:
-    """settings: what the command was told: `smollm2`, a path."""
+    """Writes the findings of a part to a file.
+
+    Args:
+        path: The file.
+        settings: Options of the command, such as the path of SmolLM2.
+    """
 
     def __init__(self, path: Path, **settings: Any) -> None:
         self._path, self.settings = path, settings
@@ -22,19 +27,19 @@ class Report:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """What fails in it is an error of this name, and what follows goes on."""
+        """Records an exception in the block as an error of this name; the part continues."""
         try:
             yield
         except Exception as problem:
             self.add(name, error=f"{type(problem).__name__}: {problem}"[:300])
 
     def skip(self, name: str, why: str) -> None:
-        """What cannot be had here: a peer that is not installed, or does not take such operands."""
+        """Records something that cannot run here: a peer that is not installed, or does not support the operands."""
         self.add(name, **{"not run": " ".join(why.split())[:200]})
 
 
 def read_report(path: Path) -> list[Figure]:
-    """Whole lines, of a part that may have been stopped in the middle of one."""
+    """Reads the complete lines of a part, which may have been stopped within a line."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -1,4 +1,4 @@
-"""Rooflines: what the memory and the tensor cores of this GPU give, measured beside whatever is compared with them."""
+"""Rooflines: rates of the memory and the tensor cores of this GPU, measured in the same run as the compared figures."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Roofline:
 
     @property
     def memory(self) -> float:
-        """What no kernel reads faster than."""
+        """Bytes per second of a streaming read, the limit of every kernel."""
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
 

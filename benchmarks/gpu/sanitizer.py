@@ -13,13 +13,13 @@ from benchmarks.gpu.report import Report
 
 TOOLS = ("memcheck", "racecheck")
 LIMIT_S = 95
-EVERY = 6  # of a file's tests, one in so many
+EVERY = 6  # one of this number of tests of a file is run
 FOUND = 86  # what the sanitizer ends with, where it found something
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)s?")
 
 
 def some(listed: str, every: int = EVERY) -> list[str]:
-    """Of what `pytest --collect-only -q` prints, test ids: one in `every` of each file, its first among them."""
+    """Selects every `every`-th test id of each file from the output of `pytest --collect-only -q`, and its first."""
     by_file: dict[str, list[str]] = {}
     for line in listed.splitlines():
         if "::" in line:

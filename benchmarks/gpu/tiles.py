@@ -1,6 +1,6 @@
-"""Tiles of matrix products: those that engines have (plugins/gemm/gemm_tiles.py), and each choice made in another way.
+"""Tiles of matrix products: those that engines have (plugins/gemm/gemm_tiles.py), and each alternative choice.
 
-Runs where it is asked for by name. What it finds goes into TILES by hand.
+It runs only if the command names it. Its findings are copied into TILES by hand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,7 +98,7 @@ def measure(
 
 
 def differ(one: OpCall, other: OpCall, tokens: int) -> bool:
-    """In what they launch for so many tokens."""
+    """Returns True if the two calls have different launches for this number of tokens."""
     sizes = gemm.sizes_of(tokens)
     first, second = ([launch for launch in call.launches if launch.runs(sizes)] for call in (one, other))
     return first != second

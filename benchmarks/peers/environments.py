@@ -1,4 +1,4 @@
-"""What peers need before they run: a virtual environment each, and the checkpoint in the form that they read."""
+"""Preparation of peers: a virtual environment for each, and the checkpoint in its format."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class Environment:
 
     @property
     def recipe(self) -> list[str]:
-        """What the environment's stamp says, so that another recipe makes it anew."""
+        """Content of the environment's stamp file; the environment is made again when it changes."""
         return [*self.install, *(self.cmake.split() if self.cmake is not None else [])]
 
 

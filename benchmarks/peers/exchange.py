@@ -1,4 +1,4 @@
-"""What a worker process says to the script that measures it: one JSON line a request, on stdin and stdout.
+"""Protocol between a worker process and the script that measures it: one JSON line for each request and result.
 
 A worker runs in the environment of the engine that it drives, so this needs Python alone.
 
@@ -7,9 +7,9 @@ A worker runs in the environment of the engine that it drives, so this needs Pyt
 
 Requests are named after what an engine can do; an engine has those of these methods that it can:
 
-    generate(prompts, tokens) → new tokens of each prompt, all asked at once
-    open(prompts, room)       read prompts until each has its first new token; `room` more will be asked at most
-    step(tokens)              so many tokens more, each
+    generate(prompts, tokens) → new tokens of each prompt, all requested at once
+    open(prompts, room)       read prompts until each has its first new token; at most `room` more will be requested
+    step(tokens)              this number of further tokens for each
     close()                   end what is open
     logits(texts, file)       next-token logits at every position, as .npy: float32 [positions of all texts, vocabulary]
 
@@ -35,7 +35,7 @@ class Cannot(Exception):
 
 
 class Seconds(float):
-    """What a method returns if the engine has taken the time itself, and the caller should not."""
+    """Duration that an engine has measured itself; the caller then uses it instead of its own."""
 
 
 class Stepped(ABC):

@@ -81,7 +81,7 @@ def _tensors(checkpoint: Path, config: Config) -> Iterator[tuple[str, torch.Tens
 
 
 def _no_fields(writer: gguf.GGUFWriter, config: Config) -> None:
-    """Nothing beside the fields that all have."""
+    """Adds no fields to those of every family."""
 
 
 def _as_it_is(hf_name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _as_it_is(hf_name: str, tensor: torch.Tensor, config: Config) -> torch.Tenso
 
 
 def _interleaved(hf_name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """Of Q and K, rows of each head from (first half, second half) to pairs of one row of each."""
+    """Reorders the rows of each head of Q and K from two halves to pairs of one row of each half."""
     heads = {".q_proj.": config["num_attention_heads"], ".k_proj.": config["num_key_value_heads"]}
     for part, count in heads.items():
         if part in hf_name:

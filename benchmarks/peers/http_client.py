@@ -46,8 +46,8 @@ class HttpClient:
         common = {"model": self.model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-            asked = [self.ask(session, self.url, {**common, "prompt": ids}) for ids in prompts]
-            return [[0] * count for count in await asyncio.gather(*asked)]
+            requests = [self.ask(session, self.url, {**common, "prompt": ids}) for ids in prompts]
+            return [[0] * count for count in await asyncio.gather(*requests)]
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """ik_llama.cpp as a worker process: python ik_llama_cpu.py LLAMA_BATCHED_BENCH FILE.gguf THREADS FLAGS
 
-ik_llama.cpp has no package: its own llama-batched-bench, of a built copy, is run anew for every request, and takes the
+ik_llama.cpp has no package: its own llama-batched-bench, of a built copy, is started for every request, and takes the
 times itself. FLAGS is a JSON list of more of its options, such as ["-rtr"]. All that it computes is of token 0, whose
 arithmetic is that of any other.
 """

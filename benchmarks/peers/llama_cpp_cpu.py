@@ -33,7 +33,7 @@ class LlamaCpp(Stepped):
         self.last, self.positions = np.zeros(0, np.int32), np.zeros(0, np.int32)
 
     def _fit(self, sequences: int, length: int) -> None:
-        """A context for so many sequences of so many positions; the one that is there, if it is such."""
+        """A context for these numbers of sequences and positions; the existing one is reused if it has them."""
         if self.shape == (sequences, length):
             c.llama_memory_clear(c.llama_get_memory(self.context), False)
             return
@@ -71,7 +71,7 @@ class LlamaCpp(Stepped):
             raise Cannot(f"llama_decode returned {code}")
 
     def _logits(self, index: int) -> NDArray[np.float32]:
-        """Of a token of the last call; llama.cpp's memory."""
+        """Logits of a token of the last call, as a view of llama.cpp's memory."""
         return np.ctypeslib.as_array(c.llama_get_logits_ith(self.context, index), shape=(self.vocabulary,))
 
     def open(self, prompts: Prompts, room: int) -> Tokens:

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI with and without a draft: python openvino_speculating.py MODEL DRAFT GUESSES THREADS
+"""OpenVINO GenAI with and without a draft: python openvino_speculating.py MODEL DRAFT DRAFT_TOKENS THREADS
 
-As openvino_cpu.py; `guess` is `generate` with a draft that guesses so many tokens in a row, which OpenVINO leaves to
-its caller.
+It works like openvino_cpu.py. `speculate` is `generate` with a draft model and DRAFT_TOKENS draft tokens in each step,
+a number that OpenVINO leaves to its caller.
 """
 
 import sys
@@ -14,7 +14,7 @@ from exchange import Prompts, Tokens, private_stdout, serve
 
 
 class Speculating:
-    def __init__(self, model: str, draft: str, guesses: int, threads: int) -> None:
+    def __init__(self, model: str, draft: str, draft_tokens: int, threads: int) -> None:
         properties = {"INFERENCE_NUM_THREADS": threads}
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size, scheduler.enable_prefix_caching = 1, False
@@ -22,13 +22,13 @@ class Speculating:
         guessing = openvino_genai.draft_model(draft, "CPU", **properties)
         self.plain = openvino_genai.LLMPipeline(model, "CPU", **both)
         self.speculating = openvino_genai.LLMPipeline(model, "CPU", draft_model=guessing, **both)
-        self.guesses = guesses
+        self.draft_tokens = draft_tokens
 
     def generate(self, prompts: Prompts, tokens: int) -> Tokens:
         return self._answers(self.plain, prompts, tokens, {})
 
-    def guess(self, prompts: Prompts, tokens: int) -> Tokens:
-        return self._answers(self.speculating, prompts, tokens, {"num_assistant_tokens": self.guesses})
+    def speculate(self, prompts: Prompts, tokens: int) -> Tokens:
+        return self._answers(self.speculating, prompts, tokens, {"num_assistant_tokens": self.draft_tokens})
 
     @staticmethod
     def _answers(pipeline: Any, prompts: Prompts, tokens: int, options: dict[str, Any]) -> Tokens:
@@ -39,9 +39,9 @@ class Speculating:
 
 def main() -> None:
     model, draft = sys.argv[1:3]
-    guesses, threads = map(int, sys.argv[3:5])
+    draft_tokens, threads = map(int, sys.argv[3:5])
     answers = private_stdout()
-    serve(answers, {"version": openvino_genai.__version__}, Speculating(model, draft, guesses, threads))
+    serve(answers, {"version": openvino_genai.__version__}, Speculating(model, draft, draft_tokens, threads))
 
 
 if __name__ == "__main__":

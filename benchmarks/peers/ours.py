@@ -1,6 +1,6 @@
 """This project's engine as a worker process: python ours.py ENGINE LIMITS
 
-LIMITS: what differs from the library's defaults, a JSON object of fields of RuntimeConfig. Requests in flight go
+LIMITS: a JSON object of fields of RuntimeConfig that differ from the defaults. Requests in flight go
 through the library's LLM; `open` and `step` drive the same core, a step at a time, as LLM's thread does.
 """
 
@@ -48,8 +48,8 @@ class Ours:
 
     def step(self, tokens: int) -> None:
         for _ in range(tokens):
-            told = self.core.step()
-            assert len(told) == len(self.open_requests), "a request has ended"
+            outputs = self.core.step()
+            assert len(outputs) == len(self.open_requests), "a request has ended"
 
     def close(self) -> None:
         for request in self.open_requests:

@@ -2,7 +2,7 @@
 
 Runs in vLLM's own environment. BF16, compiled, without prefix caching. One process: its scheduler in a process of its
 own would take a core from the model where there are two. vLLM sets LD_PRELOAD and OpenMP's variables for its child
-processes only, so whoever starts this process has to: environments.vllm_openmp.
+processes only, so the caller must set them for this process: environments.vllm_openmp.
 """
 
 import os
@@ -14,7 +14,7 @@ from exchange import Prompts, Tokens, private_stdout, serve
 
 class Vllm:
     def __init__(self, llm: Any, params: Any) -> None:
-        self.llm, self.params, self.names, self.asked = llm, params, list[str](), 0
+        self.llm, self.params, self.names, self.num_requests = llm, params, list[str](), 0
 
     def generate(self, prompts: Prompts, tokens: int) -> Tokens:
         params = self.params(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -23,8 +23,8 @@ class Vllm:
 
     def open(self, prompts: Prompts, room: int) -> None:
         params = self.params(temperature=0, max_tokens=room + len(prompts), ignore_eos=True)
-        engine, first = self.llm.llm_engine, self.asked
-        self.asked += len(prompts)
+        engine, first = self.llm.llm_engine, self.num_requests
+        self.num_requests += len(prompts)
         self.names = [
             engine.add_request(str(first + number), {"prompt_token_ids": ids}, params)
             for number, ids in enumerate(prompts)

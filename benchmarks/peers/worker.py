@@ -1,4 +1,4 @@
-"""The other end of exchange.py: an engine in a process of its own, asked for one run at a time."""
+"""The benchmark's side of exchange.py: it sends one request at a time to an engine in a process of its own."""
 
 import json
 import os
@@ -79,7 +79,9 @@ class Worker:
         """
         run = self.ask("generate", prompts=prompts, tokens=tokens)
         if run.value is not None and [len(ids) for ids in run.value] != [tokens] * len(prompts):
-            raise NotMeasured(f"asked for {tokens} tokens each, it gave {sorted({len(ids) for ids in run.value})}")
+            raise NotMeasured(
+                f"it was to generate {tokens} tokens each, and gave {sorted({len(ids) for ids in run.value})}"
+            )
         return run
 
     def ask(self, do: str, **arguments: Any) -> Run:

@@ -1,4 +1,4 @@
-"""Our builds: how long `engine build` takes, and how much anonymous memory it has at once."""
+"""Duration and maximum anonymous memory of `engine build`, for each of our builds."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Who is measured: our builds and the peers, each with its class, and with the settings it is tried at.
+"""The engines that are measured: our builds and the peers, each with its class and its settings.
 
 One more build of ours is one more line of BUILDS.
 """
@@ -107,7 +107,7 @@ class PeerEnvironment:
 
 @dataclass(frozen=True)
 class Ready:
-    """What starts an engine's worker, and what a step of it reads."""
+    """An engine whose worker can be started, and the bytes that a step of it reads."""
 
     command: list[str]  # of the worker
     weight_bytes: float  # that each step reads

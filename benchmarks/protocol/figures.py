@@ -1,4 +1,4 @@
-"""What results say: rates, shares of the roofline, and ratios within rounds, each a median with its range."""
+"""Figures from results: rates, shares of the roofline, and ratios within rounds, each a median with its range."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """What the rounds of one figure gave."""
+    """Median and range of one figure over the rounds."""
 
     median: float
     least: float
@@ -34,7 +34,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast ours is as the fastest peer, within each round."""
+    """Speed of our engine over that of the fastest peer, within each round."""
 
     ours: str  # name of our engine
     peer: str  # name of the fastest peer
@@ -70,7 +70,7 @@ def best_peer(there: dict[str, Shown]) -> Shown | None:
 
 
 def over(one: Shown, other: Shown) -> Spread:
-    """How many times as fast one is as the other."""
+    """Speed of one engine over that of another, within each round."""
     return spread(theirs / mine for mine, theirs in zip(one.seconds, other.seconds, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Is anything else running? Figures taken beside other work are noise, so a run waits for it to end, or says so."""
+"""Detection of other work on the machine. A run waits for it to end, or reports it, because it makes figures noise."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 from peers.worker import CLOCK_TICKS, NotMeasured, Worker
 
 IDLE_CORES = 0.10  # of other work, at most, when a measurement begins
-DISTURBED_CORES = 0.05  # over a whole round; more, and the round is measured anew
+DISTURBED_CORES = 0.05  # over one round; with more, the round is measured again
 SAMPLE_S = 1.0
 NAMED = 3  # busiest processes that a complaint names
 

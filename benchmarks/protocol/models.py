@@ -1,4 +1,4 @@
-"""The models that are measured: checkpoints made on the spot, and the sizes that a roofline is computed from."""
+"""The models that are measured: checkpoints that are made on demand, and the sizes for their rooflines."""
 
 import json
 import shutil
@@ -142,7 +142,7 @@ def _rescaled(models: Path, source: Path) -> Path:
 
 
 def _random(name: str, kind: str, fields: dict[str, Any]) -> Callable[[Path, Path], Path]:
-    """What makes a checkpoint of a model type with random weights and SmolLM2's tokenizer."""
+    """Returns a function that writes a checkpoint with random weights and SmolLM2's tokenizer."""
 
     def make(models: Path, source: Path) -> Path:
         folder = models / name

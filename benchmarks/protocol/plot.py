@@ -1,4 +1,4 @@
-"""Results as a picture: every engine of a class beside its fastest peer, at each point."""
+"""Plot of the results: every engine of a class and its fastest peer, at each point."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ PEERS = {
 MARKERS = "Ds^vPX*"
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
-    """One panel a model and class; the file is whole or not there. Nothing is drawn where no peer was measured."""
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Plots one panel for each model and class with a measured peer. The file is written completely or not at all."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""What is measured, by name, and what the roofline allows for it.
+"""The points that are measured, by name, and their rooflines.
 
 prefill-512            a prompt of 512 tokens, to its first new token; shorter ones repeated, to 512 tokens a round
-decode-4096x8          8 sequences that 4096 positions have been read of, so many steps a round
+decode-4096x8          8 sequences with 4096 positions in the KV cache; a number of steps each round
 in-flight-32x128x64    32 requests at once, 128 tokens in and 64 out each
 """
 
@@ -50,7 +50,7 @@ class Point:
         return self.tokens * (rounds + 1 if self.kind == "decode" else 1)
 
     def positions(self, rounds: int) -> int:
-        """Of a sequence, at the end. Those that begin earlier than others may write a token more for each prompt."""
+        """Positions of a sequence at the end. One that starts earlier may write one more token for each prompt."""
         return self.length + self.room(rounds) + self.prompts
 
     def roofline_seconds(

@@ -1,4 +1,4 @@
-"""What quantization costs: how far next-token distributions are from those of the BF16 checkpoint, on held-out text.
+"""Quality of quantized engines: distance of next-token distributions from the BF16 checkpoint, on held-out text.
 
 The reference is transformers in fp32 on the BF16 weights. KL(reference || other) is a mean over positions, in nats;
 top-1 agreement is the share of positions at which both would have chosen the same token.

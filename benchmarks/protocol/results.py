@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from protocol.plot import draw
+from protocol.plot import plot
 from protocol.rows import in_rows
 from protocol.table import table
 
@@ -12,12 +12,12 @@ FORMAT = 1
 
 
 class Results:
-    """What has been measured, written whole after every part.
+    """Results of the measurements; all files are written again after every part.
 
     Args:
-        path: without its suffix.
-        add: begin with what is there.
-        hidden: a folder whose name is nobody's business; errors of peers may tell it.
+        path: Path of the files, without their suffix.
+        add: Keeps the existing results and replaces the measured parts.
+        hidden: A folder whose name is removed from the results; errors of peers may contain it.
     """
 
     def __init__(self, path: Path, *, add: bool, hidden: Path) -> None:
@@ -31,11 +31,11 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def about(self, settings: dict[str, Any], machine: dict[str, Any]) -> None:
-        """Of this run; what it measures points to it."""
+        """Adds a run with its settings and machine; the parts that it measures refer to it."""
         self.found["runs"].append({"settings": settings, "machine": machine})
 
     def put(self, part: str, group: str, value: Any, point: str | None = None) -> None:
-        """A part, or a point of it; the one that was there goes."""
+        """Stores a part, or one point of it, in place of the earlier one, and writes the files."""
         groups = self.found.setdefault(part, {})
         entry = {"run": len(self.found["runs"]) - 1, "value": value}
         if point is None:
@@ -49,10 +49,10 @@ class Results:
 
     def render(self) -> None:
         self._write(".md", table(self.found))
-        draw(self.found, self.path.with_suffix(".svg"))
+        plot(self.found, self.path.with_suffix(".svg"))
 
     def failed(self, name: str) -> bool:
-        """Whether one of ours could not be built in the last run."""
+        """Returns True if one of our engines could not be built in the last run."""
         last = len(self.found["runs"]) - 1
         rows = [row for entry in self.found.get("build", {}).values() if entry["run"] == last for row in entry["value"]]
         return any(f"engine {row['name']}" == name and "not_measured" in row for row in rows)

@@ -1,4 +1,4 @@
-"""Rounds: in each, the roofline and then every engine in turn, so that what the machine does meanwhile hits all."""
+"""Rounds: each measures the roofline and then every engine, so that changes of the machine affect all engines alike."""
 
 import sys
 import time
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass
 class Figures:
-    """What was measured of one engine at one point."""
+    """Measurements of one engine at one point."""
 
     seconds: list[float] = field(default_factory=list)  # of each round
     cpu_seconds: list[float] = field(default_factory=list)  # of each round
@@ -96,10 +96,10 @@ class Measurement:
         self.figures = [Figures(not_measured=entry.cannot) for entry in entries]
         self.rooflines: list[Roofline] = []
         self.elsewhere: list[float] = []  # cores that others took, of each round
-        self.disturbed = 0  # rounds that were measured anew
+        self.disturbed = 0  # rounds that were measured again
 
     def run(self) -> dict[str, Any]:
-        """A round to warm up, then rounds that count; disturbed ones are measured anew, as many as there are rounds.
+        """A round to warm up, then rounds that count; disturbed ones are measured again, up to the number of rounds.
 
         Raises:
             NotMeasured: something else runs on the machine, and goes on.

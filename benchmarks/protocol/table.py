@@ -1,4 +1,4 @@
-"""Results as markdown."""
+"""Results as a Markdown table."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -55,14 +55,14 @@ def _entries(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _summary(found: dict[str, Any]) -> Iterator[str]:
     values = [entry["value"] for points in found.get("speed", {}).values() for entry in points.values()]
-    beside = [ratio.value for value in values for ratio in ratios(value)]
-    if not beside:
+    found_ratios = [ratio.value for value in values for ratio in ratios(value)]
+    if not found_ratios:
         return
-    wins, losses = sum(value.least > 1 for value in beside), sum(value.most < 1 for value in beside)
+    wins, losses = sum(value.least > 1 for value in found_ratios), sum(value.most < 1 for value in found_ratios)
     yield "## Wins and losses"
     yield ""
     yield "Each build of this engine beside the fastest peer of its class, at each point:"
-    neither = len(beside) - wins - losses
+    neither = len(found_ratios) - wins - losses
     yield f"faster in every round {wins} times, slower in every round {losses} times, neither {neither} times."
     yield ""
 
@@ -82,14 +82,14 @@ def _speed(group: str, points: dict[str, Any], found: dict[str, Any]) -> Iterato
     for name, there in measured.items():
         cells.append([name, *(_cell(there[other]) if other in there else "–" for other in names)])
     yield from _rows(["point", *names], cells)
-    beside = [(name, ratio) for name, entry in points.items() for ratio in ratios(entry["value"])]
-    if beside:
-        ours = list(dict.fromkeys(ratio.ours for _, ratio in beside))
+    named_ratios = [(name, ratio) for name, entry in points.items() for ratio in ratios(entry["value"])]
+    if named_ratios:
+        ours = list(dict.fromkeys(ratio.ours for _, ratio in named_ratios))
         yield "Over the fastest peer, within rounds:"
         yield ""
         cells = []
-        for name in dict.fromkeys(name for name, _ in beside):
-            by_name = {ratio.ours: ratio for point, ratio in beside if point == name}
+        for name in dict.fromkeys(name for name, _ in named_ratios):
+            by_name = {ratio.ours: ratio for point, ratio in named_ratios if point == name}
             peer = next(iter(by_name.values())).peer
             cells.append([name, *(_times(by_name[one].value) if one in by_name else "–" for one in ours), peer])
         yield from _rows(["point", *ours, "fastest peer"], cells)
@@ -103,7 +103,7 @@ def _speed(group: str, points: dict[str, Any], found: dict[str, Any]) -> Iterato
 
 
 def _notes(value: dict[str, Any]) -> Iterator[str]:
-    """What makes figures of a point doubtful."""
+    """Yields the reasons why figures of a point are doubtful."""
     if value.get("rounds_measured_anew"):
         yield f"{value['rounds_measured_anew']} rounds were disturbed by other work, and measured anew"
     yield from (note for note in _disturbed(value.get("cores_taken_by_others", [])) if note)

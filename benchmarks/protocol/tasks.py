@@ -1,4 +1,4 @@
-"""What speculation is measured on: a few prompts of each task, written for this."""
+"""Prompts for measurements of speculation: a few of each task, written for this benchmark."""
 
 from collections.abc import Mapping, Sequence
 
