@@ -38,7 +38,7 @@ DRAFT_TOKENS = (3, 5, 8)
 # Confidence below which llama.cpp's draft model proposes no further token, in the case that sets this option.
 MIN_CONFIDENCE = 0.75
 
-Runs = Mapping[str, Callable[[], float]]  # seconds of all answers, by the way of guessing; the first is without
+Runs = Mapping[str, Callable[[], float]]  # seconds of all answers by method of speculation; the first is without it
 
 
 def ours(path: Path, tokens: int, threads: int) -> tuple[Runs, list[list[int]]]:
