@@ -12,9 +12,10 @@ from enginewright.cli.printing import say, show, show_report
 from enginewright.cli.recipes import from_recipe, recipe_option
 from enginewright.cli.values import Count, EnginePath, Quant, Target
 from enginewright.dtypes import KV_CACHES, kv_share
+from enginewright.quant_methods import QUANT_METHODS
 from enginewright.targets import CPU, PTX, SMS, parse_targets
 
-DRAFT_QUANTS = ("bf16", "int8-wo", "w8a8", "int4-rtn", "mxfp4", "fp8")  # methods that need no calibration
+DRAFT_QUANTS = tuple(name for name, method in QUANT_METHODS.items() if not method.calibrated)
 KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # names of vLLM
 

@@ -8,9 +8,10 @@ import click
 
 from enginewright.cli.help import section, with_options
 from enginewright.cli.values import Bytes, Count, JsonObject
+from enginewright.quant_methods import QUANT_METHODS
 from enginewright.runtime.config import MAX_GUESSES, SPECULATE
 
-QUANTS = ("bf16", "int8-wo", "w8a8", "int8-sq", "int4-rtn", "int4-awq", "int4-gptq", "mxfp4", "fp8", "auto")
+QUANTS = tuple(QUANT_METHODS)
 
 
 def pop_options(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
