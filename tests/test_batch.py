@@ -343,7 +343,7 @@ def test_a_signal_keeps_the_answers_that_are_there(llm: LLM, tmp_path: Path, num
             b'{"custom_id": "q", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}\n' * 2,
             'lines 1 and 2: both have the "custom_id"',
         ),
-        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2: byte 13 of the line is no UTF-8"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2: byte 13 of the line is not UTF-8"),
         (
             b'{"custom_id": "q", "method": "POST", "url": "/v1/completions", "body": {"prompt": "\xe9"}}\n',
             "line 1: byte",

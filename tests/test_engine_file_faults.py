@@ -177,7 +177,7 @@ def test_a_writer_that_failed_is_closed(named: bool, folder: Path) -> None:
     before = contents(folder)
     with EngineWriter(folder / NEW, 8) as writer:
         writer.add("a", b"")
-        with pytest.raises(EngineError, match="one of that name"):
+        with pytest.raises(EngineError, match="a section of that name exists"):
             writer.add("a", b"")
         assert contents(folder) == before
         for call in (lambda: writer.add("b", b""), lambda: writer.commit(ABOUT), lambda: writer.temporary_path):

@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: the command and the builder do without."""
+    """Imports a public name at its first use: the command and the builder do without them."""
     match name:
         case "LLM":
             module = "api.llm"

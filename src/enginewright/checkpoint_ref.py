@@ -1,4 +1,4 @@
-"""Recognizes a checkpoint that is named where an engine is wanted, and says how to build it."""
+"""Recognizes a checkpoint that is named where an engine is expected, and says how to build it."""
 
 import os
 import re
@@ -7,17 +7,20 @@ from pathlib import Path
 
 from enginewright.errors import UsageError
 
-PATH_PREFIXES = ("./", "../", "/", "~")  # whoever types one means a path, not a hub id
+PATH_PREFIXES = ("./", "../", "/", "~")  # with one of these a text is a path, not a hub id
 
 HUB_ID = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 def find_checkpoint(given: str | Path) -> tuple[str, str] | None:
-    """What kind of checkpoint is named where an engine may be, and the model's name; None: it is no checkpoint.
+    """Recognizes a checkpoint where an engine is expected.
 
     Args:
-        given: an engine file, a checkpoint's folder, a GGUF file, or a hub id. A text keeps the `./` that says that it
+        given: an engine file, a checkpoint's folder, a GGUF file, or a hub id. In a string, a leading `./` says that it
             is a path; `Path` drops it.
+
+    Returns:
+        The kind of checkpoint, in words, and the model's name; None if it is no checkpoint.
     """
     path = Path(given)
     try:
@@ -30,15 +33,15 @@ def find_checkpoint(given: str | Path) -> tuple[str, str] | None:
         elif (match := HUB_ID.fullmatch(str(given))) and path.suffix != ".engine" and not path.parent.exists():
             return "a model of the Hugging Face hub", match["name"]
     except (OSError, ValueError):
-        return None  # Opening it says what is wrong.
+        return None  # The caller opens the path next, and that error says what is wrong.
     return None
 
 
 def refuse_checkpoint(given: str | Path) -> None:
-    """Tell people who name a checkpoint in the place of an engine to build it, with the command.
+    """Refuses a checkpoint that is given where an engine is expected, with the command that builds the engine.
 
     Raises:
-        UsageError: it is a checkpoint.
+        UsageError: `given` is a checkpoint.
     """
     path, found = Path(given), find_checkpoint(given)
     if found is None:
@@ -53,7 +56,7 @@ def refuse_checkpoint(given: str | Path) -> None:
 
 
 def check_written_path(given: str) -> None:
-    """Refuse a path that is written as one, such as ./x/y, where there is nothing; it is no hub id.
+    """Refuses a text that is written as a path, such as ./x/y, if nothing exists there; it is no hub id.
 
     Raises:
         UsageError: there is no such file.
@@ -63,6 +66,6 @@ def check_written_path(given: str) -> None:
 
 
 def no_such_file(path: str | Path) -> UsageError:
-    """The error for an engine file that does not exist."""
+    """Makes the error for an engine file that does not exist."""
     why = "it is a link that leads nowhere" if os.path.islink(path) else "there is no such file"
     return UsageError(f"{path} cannot be opened", why)

@@ -1,9 +1,9 @@
-"""Machine code in an engine file: one section `code/<architecture>` for each GPU architecture, an archive of kernels.
+"""Machine code in an engine file: a section `code/<architecture>` for each GPU architecture, an archive of kernels.
 
     u64 N | JSON index, space-padded to N bytes | cubins, each 64-byte aligned and zero-padded to 64 bytes
 
-docs/engine-file.md specifies it. Whatever the bytes, reading raises nothing but EngineError. What is accepted is
-exactly what `write_code` writes.
+docs/engine-file.md specifies it. Whatever the bytes, reading raises only EngineError. Readers accept exactly the bytes
+that `write_code` writes.
 """
 
 import re
@@ -25,30 +25,30 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
 
 class CompiledKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How one kernel of an archive is found in its cubin, and what a launch of it takes.
+    """A kernel of an archive: its name in the cubin, and the resources of a launch."""
 
-    symbol: its name in the cubin. shared_bytes: dynamic shared memory that it was compiled for, and num_warps the
-    warps of a block, 0 where the plan says them. scratch_bytes: global memory that each block needs for itself.
-    """
-
-    symbol: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-    shared_bytes: Bytes = 0
-    num_warps: Annotated[int, msgspec.Meta(ge=0, le=32)] = 0
-    scratch_bytes: Bytes = 0
+    symbol: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]  # name in the cubin
+    shared_bytes: Bytes = 0  # dynamic shared memory of a block, in bytes
+    num_warps: Annotated[int, msgspec.Meta(ge=0, le=32)] = 0  # warps of a block; 0: the plan's launch has the threads
+    scratch_bytes: Bytes = 0  # global memory that each block needs for itself, in bytes
 
 
 class _Entry(CompiledKernel, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """offset: of the cubin, from the section's start."""
+    """An entry of the index: a kernel, and the position of its cubin."""
 
-    offset: Bytes
-    nbytes: Bytes
+    offset: Bytes  # start of the cubin, in bytes from the section's start
+    nbytes: Bytes  # length of the cubin, in bytes
 
 
 _INDEX = msgspec.json.Decoder(dict[str, _Entry])
 
 
 class CodeArchive:
-    """The kernels of one architecture. launches: name → how it is launched."""
+    """Kernels of one GPU architecture.
+
+    Attributes:
+        launches: name → resources of a launch.
+    """
 
     def __init__(self, data: memoryview, entries: Mapping[str, _Entry]) -> None:
         self._data = data
@@ -56,7 +56,7 @@ class CodeArchive:
         self.launches: Mapping[str, CompiledKernel] = entries
 
     def cubin(self, name: str) -> memoryview:
-        """Machine code (or the text of PTX) of one kernel, where the section lies.
+        """Returns the machine code (or the text of PTX) of one kernel, as a view into the section.
 
         Raises:
             CorruptEngineError: the archive has no kernel of this name.
@@ -68,15 +68,18 @@ class CodeArchive:
 
 
 def write_code(kernels: Mapping[str, tuple[CompiledKernel, bytes]]) -> bytes:
-    """The archive of these kernels, name → launch and cubin; the same bytes whatever their order.
+    """Encodes an archive; its bytes do not depend on the order of the kernels.
+
+    Args:
+        kernels: name → launch and cubin.
 
     Raises:
-        ValueError: no reader would accept it.
+        ValueError: no reader would accept the archive.
     """
     cubins = {name: cubin for name, (_, cubin) in sorted(kernels.items())}
     launches = {name: launch for name, (launch, _) in kernels.items()}
     reserved = 0
-    while True:  # offsets have digits: a longer index moves them, which may make it longer
+    while True:  # the index holds offsets in digits, so a longer index may have longer offsets
         index = _encode(_placed(launches, {name: len(cubin) for name, cubin in cubins.items()}, reserved))
         if len(index) <= reserved:
             break
@@ -89,10 +92,14 @@ def write_code(kernels: Mapping[str, tuple[CompiledKernel, bytes]]) -> bytes:
 
 
 def read_code(data: memoryview, section: str) -> CodeArchive:
-    """The archive in a section's bytes, which stay where they are.
+    """Decodes an archive, whose cubins stay where they are.
+
+    Args:
+        data: bytes of the section.
+        section: name of the section, for errors.
 
     Raises:
-        CorruptEngineError: anything is not as it should be.
+        CorruptEngineError: the bytes are not those of an archive.
     """
     try:
         return _read(data)
@@ -109,24 +116,24 @@ def _read(data: memoryview) -> CodeArchive:
     index = bytes(data[8 : 8 + reserved]).rstrip(b" ")
     entries = _INDEX.decode(index)
     if any(not _NAME.fullmatch(name) for name in entries):
-        raise ValueError("a kernel has no name that is one")
+        raise ValueError("a kernel's name is not printable ASCII of 1 to 255 characters")
     expected = _placed(entries, {name: entry.nbytes for name, entry in entries.items()}, reserved)
     if _encode(expected) != index or reserved != padded(8 + len(index)) - 8:
-        raise ValueError("its index is not the one of these kernels")
+        raise ValueError("its index does not match its kernels")
     end = 8 + reserved
     for name, entry in sorted(entries.items()):
         end = entry.offset + padded(entry.nbytes)
         if end > len(data):
             raise ValueError(f"kernel {name!r} ends at {end}, the section at {len(data)}")
         if any(data[entry.offset + entry.nbytes : end]):
-            raise ValueError(f"behind kernel {name!r} are no zeros")
+            raise ValueError(f"kernel {name!r} is not followed by zeros")
     if end != len(data):
         raise ValueError(f"its kernels end at {end}, the section at {len(data)}")
     return CodeArchive(data, entries)
 
 
 def _placed(launches: Mapping[str, CompiledKernel], nbytes: Mapping[str, int], reserved: int) -> dict[str, _Entry]:
-    """One kernel after another, in the order of their names."""
+    """Places one kernel after another, in the order of their names."""
     end, entries = 8 + reserved, {}
     for name, launch in sorted(launches.items()):
         fields = {field: getattr(launch, field) for field in CompiledKernel.__struct_fields__}

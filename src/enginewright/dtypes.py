@@ -1,6 +1,6 @@
-"""The types of numbers in engines: one table, which plans, manifests, passes, packing and kernels read.
+"""The number types of engines: one table, which plans, manifests, passes, packing and kernels read.
 
-`csrc/cpu/dtype.h` has the same names and bits, and `csrc/cuda/rows.cuh` the names that GPUs know; a test compares.
+`csrc/cpu/dtype.h` has the same names and bits, and `csrc/cuda/rows.cuh` the names that GPUs know; a test compares them.
 """
 
 from collections.abc import Mapping
@@ -9,29 +9,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DType:
-    name: str  # in plans and manifests, and of the enumerator in C++ and CUDA
-    bits: int  # of a number, as it is packed
-    onnx: str  # of the enumerator in graphs, where a number of 4 bits has a byte to itself
-    torch: str  # the same, as torch has it
-    in_r16: bool = False  # whether matrices may be packed so (csrc/cpu/kernel.h)
-    in_columns: bool = False  # whether what groups of a matrix's columns have may be packed as r16_columns
-    kv_cache: str = ""  # what --kv-cache-dtype calls a KV cache of it; "" if there is none
+    """A number type: its size, its names in other libraries, and the places where it may be used."""
+
+    name: str  # name in plans and manifests, and of the enumerator in C++ and CUDA
+    bits: int  # bits of a number, as it is packed
+    onnx: str  # name of the enumerator in graphs, where a number of 4 bits has a byte to itself
+    torch: str  # name in torch
+    in_r16: bool = False  # True if matrices may be packed in r16 layouts (csrc/cpu/kernel.h)
+    in_columns: bool = False  # True if values of column groups may be packed as r16_columns
+    kv_cache: str = ""  # name of a KV cache of this type in --kv-cache-dtype; "" if there is none
     kv_group: int = 0  # numbers of a KV cache's head that share a scale and a zero point, BF16 each; 0: see `largest`
-    largest: float = 0.0  # the largest code, where rows are stored as codes with an f32 scale; 0 of plain numbers
-    tiny: float = 0.0  # what is below it in a row of codes counts as 0: below half of it, largest / x is infinite
+    largest: float = 0.0  # largest code of rows that are stored as codes with an f32 scale; 0 for plain numbers
+    # smallest amax of a row of codes that is not rounded to 0: below half of it, largest / amax is infinite
+    tiny: float = 0.0
 
     @property
     def bytes(self) -> int:
-        """Of a number; 0 where several share a byte."""
+        """Bytes of a number; 0 where several share a byte."""
         return self.bits // 8
 
     @property
     def scale_bytes(self) -> int:
-        """Of what stands beside a row."""
+        """Bytes of the scale that is stored with a row."""
         return DTYPES["f32"].bytes if self.largest else 0
 
     def kv_row_bytes(self, width: int) -> int:
-        """Of a row of a KV cache: `width` numbers, padding included, and what stands beside them."""
+        """Computes the bytes of a row of a KV cache: its numbers, padding included, and their scales.
+
+        Args:
+            width: numbers of the row.
+        """
         group_bytes = 2 * DTYPES["bf16"].bytes
         return width * self.bits // 8 + (width // self.kv_group * group_bytes if self.kv_group else self.scale_bytes)
 
@@ -48,10 +55,15 @@ DTYPES: Mapping[str, DType] = {
         DType("e2m1", 4, "UINT8", "uint8", in_r16=True),
     )
 }
-# By what --kv-cache-dtype calls them.
+# Name in --kv-cache-dtype → type.
 KV_CACHES: Mapping[str, DType] = {dtype.kv_cache: dtype for dtype in DTYPES.values() if dtype.kv_cache}
 
 
 def kv_share(dtype: DType, width: int = 128) -> float:
-    """Of the memory of a KV cache in BF16, what one of this dtype takes, with heads of `width` numbers."""
+    """Computes the memory of a KV cache of this type, as a share of that of a cache in BF16.
+
+    Args:
+        dtype: type of the cache.
+        width: numbers of a head.
+    """
     return dtype.kv_row_bytes(width) / DTYPES["bf16"].kv_row_bytes(width)

@@ -2,7 +2,7 @@
 
     u64 N | JSON header, space-padded to N bytes | sections, each 64-byte aligned and zero-padded to 64 bytes
 
-docs/engine-file.md specifies the format. Whatever the bytes, reading raises nothing but EngineError.
+docs/engine-file.md specifies the format. Whatever the bytes, reading raises only EngineError.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from enginewright.manifest import WEIGHTS, About, Manifest, SectionForm, check_f
 from enginewright.new_file import NewFile
 from enginewright.regular_file import open_regular
 
-HEADER_BASE_BYTES = 16 << 10  # the manifest without its sections
-HEADER_SECTION_BYTES = 640  # a section in header and manifest, with a name of 100 characters
-PIECE_BYTES = 1 << 20  # read and hashed at once
+HEADER_BASE_BYTES = 16 << 10  # bytes; for the manifest without its sections
+HEADER_SECTION_BYTES = 640  # bytes; for a section in header and manifest, with a name of 100 characters
+PIECE_BYTES = 1 << 20  # bytes that are read and hashed in one piece
 _BUILD_IT = "Make an engine of it with `engine build`."
 _REPLACE = (
     "Start again, with a whole engine. Replace an engine that is in use by a new file that is renamed over it, "
@@ -35,7 +35,7 @@ BytesLike = bytes | bytearray | memoryview
 
 
 class EngineFile:
-    """An engine, open for reading; use it in `with`, or close it. Threads may share it."""
+    """An engine, open for reading; it closes at the end of `with`, or by `close`. Threads may share it."""
 
     def __init__(self, path: Path, fd: int, header: EngineHeader, status: os.stat_result) -> None:
         self.path = path
@@ -49,14 +49,15 @@ class EngineFile:
 
     @classmethod
     def open(cls, path: str | Path, *, check_sections: bool = True) -> "EngineFile":
-        """Open an engine and check its header, and the hash of every section but weights (`verify_sections` does).
+        """Opens an engine, and checks its header and the hashes of all sections but weights (see `verify_sections`).
 
         Args:
+            path: the engine file.
             check_sections: False checks the header alone.
 
         Raises:
             UsageError: there is no such file, or it is a checkpoint: a folder, a GGUF file, or a hub id.
-            CorruptEngineError: the file is cut short, altered, or not an engine, or there is a FIFO or the like.
+            CorruptEngineError: the file is cut short, altered, or not an engine, or it is a FIFO or the like.
             EngineError: it cannot be read, or a newer release wrote it.
         """
         refuse_checkpoint(path)
@@ -94,31 +95,32 @@ class EngineFile:
 
     @property
     def sections(self) -> Mapping[str, SectionForm]:
+        """Name → form of each section."""
         return self.manifest.sections
 
     def section(self, name: str) -> memoryview:
-        """A section's bytes, read-only and where they are mapped; valid for as long as the view is held.
+        """Returns a read-only view of a section in the mapping; valid as long as the view exists.
 
-        Of a file that somebody truncates afterwards it is a SIGBUS to read them: `read_section` copies, and checks
-        the hash.
+        If somebody truncates the file afterwards, reading the view raises SIGBUS: `read_section` copies instead, and
+        checks the hash.
         """
         form, start = self._find(name)
         return memoryview(self._map)[start : start + form.nbytes]
 
     @property
     def mapping(self) -> memoryview:
-        """The whole file, where it is mapped."""
+        """View of the whole mapped file."""
         return memoryview(self._map)
 
     def check_unchanged(self) -> None:
-        """See that nobody has written to the file since it was opened; takes about a microsecond.
+        """Checks that nobody has written to the file since it was opened; takes about a microsecond.
 
-        It is the open file that counts, not its path: one that was renamed over it, or deleted, does it no harm.
-        A write moves the time of modification before it moves a byte, so that what was read before this call, and
-        after the file was opened, was as it had been built.
+        The open file counts, not its path: a new file that is renamed over it, or its deletion, does it no harm. A
+        write changes the time of modification before it changes a byte, so whatever was read between opening the file
+        and this call is what was built.
 
         Raises:
-            CorruptEngineError: it was written to, cut short or extended.
+            CorruptEngineError: the file was written to, cut short or extended.
             EngineError: it is closed, or its file system has gone.
         """
         try:
@@ -137,10 +139,10 @@ class EngineFile:
         raise CorruptEngineError(f"{self.path} was changed while it is in use", why, _REPLACE)
 
     def read_section(self, name: str) -> bytes:
-        """A copy of a section's bytes, read without the mapping and checked against their hash.
+        """Returns a copy of a section's bytes, read without the mapping and checked against their hash.
 
         Raises:
-            CorruptEngineError: they are damaged, or there is no such section.
+            CorruptEngineError: the bytes are damaged, or there is no such section.
         """
         form, start = self._find(name)
         data = b"".join(_pieces(self._fd, self.path, start, form.nbytes))
@@ -149,10 +151,15 @@ class EngineFile:
         return data
 
     def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer with a section's bytes from `begin` on, read without the mapping.
+        """Fills a buffer with bytes of a section, read without the mapping.
+
+        Args:
+            name: the section.
+            begin: first byte to read, counted from the section's start.
+            buffer: memory to fill.
 
         Raises:
-            CorruptEngineError: there is no such section, or it has not so many bytes.
+            CorruptEngineError: there is no such section, or it is too short.
         """
         form, start = self._find(name)
         filled, view = 0, memoryview(buffer).cast("B")
@@ -166,9 +173,10 @@ class EngineFile:
     def verify_sections(
         self, names: Iterable[str] | None = None, progress: Callable[[int], None] | None = None
     ) -> list[str]:
-        """Hash sections, all of them by default.
+        """Hashes sections and compares.
 
         Args:
+            names: the sections; None is all.
             progress: called with the number of bytes that were just hashed.
 
         Returns:
@@ -178,7 +186,7 @@ class EngineFile:
         return [name for name in (in_file_order if names is None else names) if not self._intact(name, progress)]
 
     def close(self) -> None:
-        """Views of sections stay valid: the mapping goes with the last of them."""
+        """Closes the file. Views of sections stay valid: the last one releases the mapping."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -207,7 +215,7 @@ class EngineFile:
 
 
 def _pieces(fd: int, path: Path, start: int, nbytes: int) -> Iterator[bytes]:
-    """At most `nbytes` bytes of a file from `start` on; fewer where it ends."""
+    """Reads up to `nbytes` bytes of a file from `start` on, in pieces; fewer where the file ends."""
     end = start + nbytes
     while start < end:
         with _failing(f"{path} cannot be read"):
@@ -220,7 +228,7 @@ def _pieces(fd: int, path: Path, start: int, nbytes: int) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _failing(what: str, fix: str = "") -> Iterator[None]:
-    """The system's errors as ours; mmap says ValueError of a file that has become shorter."""
+    """Turns the system's errors into EngineError; mmap raises ValueError for a file that has become shorter."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -229,12 +237,12 @@ def _failing(what: str, fix: str = "") -> Iterator[None]:
 
 
 def header_bytes(sections: int) -> int:
-    """What a writer reserves in front of so many sections."""
+    """Computes the bytes that a writer reserves for the header of a file with this number of sections."""
     return padded(HEADER_BASE_BYTES + HEADER_SECTION_BYTES * sections)
 
 
 class EngineWriter:
-    """Writes an engine that appears under its name whole, by `commit`, or not at all.
+    """Writes an engine, which appears under its name complete, by `commit`, or not at all.
 
     with EngineWriter(path, expected_sections=300) as writer:
         writer.add("weights/…", chunks, dtype="bf16", shape=(576, 192), layout="r16")
@@ -242,12 +250,13 @@ class EngineWriter:
         writer.add("goldens", goldens, evidence=True)
         writer.commit(about)
 
-    The file's bytes depend on the calls alone. A failure of the system raises EngineError; after any exception
-    inside `add`, `write_header` or `commit`, or at the end of `with`, nothing is left of what was not committed.
+    The file's bytes depend on the calls alone. A failure of the system raises EngineError. After any exception inside
+    `add`, `write_header` or `commit`, and at the end of `with`, nothing uncommitted is left on the disk.
 
     Args:
-        expected_sections: space for these (and the manifest) is reserved in front; a few more do no harm.
-        total_bytes: of all sections, if known: a disk without that space is refused at once.
+        path: name of the finished file.
+        expected_sections: number of sections for which the header has space; a few more do no harm.
+        total_bytes: bytes of all sections, if known: a disk without that space is refused at once.
     """
 
     def __init__(self, path: str | Path, expected_sections: int, total_bytes: int | None = None) -> None:
@@ -298,12 +307,24 @@ class EngineWriter:
         layout: str | None = None,
         evidence: bool = False,
     ) -> SectionForm:
-        """Append a section; chunks are C-contiguous, written as they come, and hashed on the way."""
+        """Appends a section.
+
+        Args:
+            name: name of the section.
+            chunks: C-contiguous buffers, written and hashed one after another.
+            dtype: number type of a weight; None for plain bytes, as for `shape` and `layout`.
+            shape: shape of a weight.
+            layout: layout of a weight (csrc/cpu/kernel.h).
+            evidence: True if the bytes were measured by the build, and so are no part of the content.
+
+        Returns:
+            The form of the section, as the manifest has it.
+        """
         file, start, digest = self._open_file, padded(self._open_file.size), hashlib.sha256()
         end = start
         with self._all_or_nothing():
             if name in self._forms:
-                raise EngineError(f"section {name!r} cannot be written", "there is one of that name")
+                raise EngineError(f"section {name!r} cannot be written", "a section of that name exists")
             for chunk in (chunks,) if isinstance(chunks, BytesLike) else chunks:
                 view = memoryview(chunk)
                 if view.nbytes:
@@ -324,7 +345,7 @@ class EngineWriter:
         return form
 
     def write_header(self, about: About) -> Manifest:
-        """Describe the sections so far, which makes the temporary file a whole engine. More may follow."""
+        """Writes a header for the sections so far: the temporary file is now a complete engine. More may follow."""
         with self._all_or_nothing():
             try:
                 manifest = Manifest.of(about, self._forms)
@@ -340,7 +361,7 @@ class EngineWriter:
         return manifest
 
     def commit(self, about: About) -> Manifest:
-        """Write the header and give the file its name, durably: it has survived a power cut from here on."""
+        """Writes the header and gives the file its name, durably: from here on it survives a power cut."""
         manifest = self.write_header(about)
         with self._all_or_nothing(), self._writing():
             self._open_file.publish()

@@ -1,7 +1,7 @@
-"""The header of an engine file, from and to bytes; every bound is checked before anything is allocated or mapped.
+"""Encodes and decodes the header of an engine file; every bound is checked before anything is allocated or mapped.
 
-What is accepted is exactly what `encode_header` writes, so that there is one header for one set of sections, and
-no byte of it can change unnoticed. Whatever the bytes, nothing but EngineError is raised.
+Readers accept exactly the bytes that `encode_header` writes, so that there is one header for one set of sections, and
+no byte of it can change unnoticed. Whatever the bytes, only EngineError is raised.
 """
 
 import hashlib
@@ -15,12 +15,12 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.manifest import FORMAT_VERSION, Manifest, SectionForm
 from enginewright.printable import printable
 
-ALIGN = 64  # bytes; where a section starts, and what its size is filled up to
-MAX_HEADER_BYTES = 100_000_000  # what safetensors readers accept
-MESSAGE_CHARACTERS = 300
+ALIGN = 64  # bytes; sections start at multiples of this, and are filled up to one
+MAX_HEADER_BYTES = 100_000_000  # limit of safetensors readers
+MESSAGE_CHARACTERS = 300  # characters of a reason that messages quote
 REBUILD = "Copy the file again, or build it again with `engine build`."
 _BUILD_IT = "Make an engine of it with `engine build`."
-_FOREIGN = {  # how files start that people take for engines → what they are, what to do
+_FOREIGN = {  # first bytes of files that are mistaken for engines → what they are, what to do
     b"GGUF": ("this is a GGUF checkpoint, not an engine", _BUILD_IT),
     b"version ": ("this is a Git LFS pointer, not an engine", "Fetch the file itself with `git lfs pull`."),
     b"PK\x03\x04": ("this is a zip archive (a pickle checkpoint?), not an engine", ""),
@@ -28,15 +28,15 @@ _FOREIGN = {  # how files start that people take for engines → what they are, 
 
 
 class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    dtype: Literal["U8"]
-    shape: tuple[int]
-    data_offsets: tuple[int, int]
+    dtype: Literal["U8"]  # type of the bytes, for safetensors readers
+    shape: tuple[int]  # number of bytes
+    data_offsets: tuple[int, int]  # [begin, end) in the data
 
 
 class _Version(msgspec.Struct):
-    """What every version of the format has in its manifest."""
+    """The part of a manifest that is common to all versions of the format."""
 
-    format_version: int
+    format_version: int  # version of the format
 
 
 _ENTRIES = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -47,19 +47,25 @@ _VERSION = msgspec.json.Decoder(_Version)
 
 @dataclass(frozen=True)
 class EngineHeader:
-    """A header that holds together."""
+    """A header whose parts agree with each other."""
 
-    manifest: Manifest
+    manifest: Manifest  # description of the engine
     manifest_hash: str  # SHA-256 of the manifest's text: the engine's identity
-    offsets: Mapping[str, int]  # section → where it starts in the file
+    offsets: Mapping[str, int]  # section → its start in the file, in bytes
 
 
 def padded(nbytes: int) -> int:
+    """Rounds a number of bytes up to a multiple of ALIGN."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def encode_header(manifest_text: bytes, offsets: Mapping[str, tuple[int, int]]) -> bytes:
-    """The one header of these sections. offsets: section → [begin, end) in the data."""
+    """Encodes the one header of these sections.
+
+    Args:
+        manifest_text: the manifest as JSON.
+        offsets: section → [begin, end) in the data, in bytes.
+    """
     text, digest = manifest_text.decode(), hashlib.sha256(manifest_text).hexdigest()
     metadata = {"enginewright": text, "enginewright.sha256": digest, "format": "enginewright"}
     tensors = {name: _Tensor("U8", (end - begin,), (begin, end)) for name, (begin, end) in offsets.items()}
@@ -67,7 +73,12 @@ def encode_header(manifest_text: bytes, offsets: Mapping[str, tuple[int, int]]) 
 
 
 def header_end(start: bytes, file_bytes: int, name: str = "the file") -> int:
-    """Where the data starts, from the first eight bytes of a file.
+    """Computes the start of the data, in bytes, from the first eight bytes of a file.
+
+    Args:
+        start: first bytes of the file, at least eight.
+        file_bytes: length of the file.
+        name: name of the file in messages.
 
     Raises:
         CorruptEngineError: there cannot be a header of that length.
@@ -85,15 +96,15 @@ def header_end(start: bytes, file_bytes: int, name: str = "the file") -> int:
 
 
 def parse_header(data: bytes, file_bytes: int, name: str = "the file") -> EngineHeader:
-    """Read and check a header.
+    """Decodes and checks a header.
 
     Args:
-        data: the file's first bytes, the whole header among them.
+        data: the file's first bytes, which include the whole header.
         file_bytes: length of the file.
-        name: what messages call the file.
+        name: name of the file in messages.
 
     Raises:
-        CorruptEngineError: anything is not as it should be.
+        CorruptEngineError: the header is damaged, or belongs to another kind of file.
         EngineError: a newer release wrote the file, or an older one in a format that this one does not read.
     """
     end = header_end(data[:8], file_bytes, name)
@@ -132,7 +143,7 @@ def parse_header(data: bytes, file_bytes: int, name: str = "the file") -> Engine
 
 
 def _check_places(tensors: Mapping[str, _Tensor], forms: Mapping[str, SectionForm], data_bytes: int) -> None:
-    """Sections are those of the manifest, each as long as it must be, and fill the data without gap or overlap."""
+    """Checks that the sections are the manifest's, each of its length, and fill the data without gap or overlap."""
     if tensors.keys() != forms.keys():
         odd = min(tensors.keys() ^ forms.keys())
         raise ValueError(f"section {odd[:80]!r} is not in both header and manifest")
@@ -140,7 +151,7 @@ def _check_places(tensors: Mapping[str, _Tensor], forms: Mapping[str, SectionFor
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         begin, end = tensor.data_offsets
         if begin != position or end - begin != padded(forms[name].nbytes) or tensor.shape != (end - begin,):
-            raise ValueError(f"section {name!r} is not where or as long as it must be")
+            raise ValueError(f"section {name!r} does not have the position or length that it must have")
         position = end
     if position != data_bytes:
         raise ValueError(f"the sections take {position} bytes, the file has {data_bytes} for them")

@@ -1,12 +1,12 @@
-"""Errors people see. Each says what failed, why, and what to do, and carries the exit code of `engine`."""
+"""Errors that users see. Each says what failed, why, and what to do, and carries the exit code of `engine`."""
 
 from enginewright.printable import printable, printable_lines
 
-MAX_SHOWN_CHARS = 60  # of a value that an error message names
+MAX_SHOWN_CHARS = 60  # characters of a value that an error message shows
 
 
 class EngineError(Exception):
-    """A documented failure. Its texts are printable, whatever the names in them.
+    """A documented failure. Its texts are made printable, whatever names they quote.
 
     Args:
         what: what failed, as a short clause without a full stop.
@@ -23,13 +23,13 @@ class EngineError(Exception):
 
 
 class UsageError(EngineError):
-    """The command or the request is wrong, or names something that is not there."""
+    """The command or the request is wrong, or names something that does not exist."""
 
     exit_code = 2
 
 
 class UnsupportedModelError(EngineError):
-    """The checkpoint is of a kind, or uses a feature, that is not implemented."""
+    """The checkpoint belongs to a kind, or uses a feature, that is not implemented."""
 
     exit_code = 3
 
@@ -59,21 +59,21 @@ class QualityGateError(EngineError):
 
 
 class SignatureError(EngineError):
-    """A file is not signed by whom it has to be, or is not the one that was signed."""
+    """A file is not signed by the required signer, or is not the file that was signed."""
 
     exit_code = 8
 
 
 class WorkerLostError(EngineError):
-    """Something outside has ended a worker process again and again, such as a person, or a system without memory."""
+    """Something outside has ended a worker process repeatedly, such as a person, or a system that is out of memory."""
 
 
 class EngineDeadError(EngineError):
-    """The thread that runs the engine has ended with an error; nothing more comes from it."""
+    """The thread that runs the engine has ended with an error; there will be no more outputs."""
 
     @classmethod
     def of(cls, error: BaseException) -> "EngineDeadError":
-        """The error for those who wait for the engine, with the reason, and with the exit code that the reason has."""
+        """Makes the error for callers that wait for the engine, with the reason and the exit code of `error`."""
         if not isinstance(error, EngineError):
             why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             return cls("the engine has failed", why, "Start it again.")
@@ -83,7 +83,7 @@ class EngineDeadError(EngineError):
 
 
 def shorten(value: object) -> str:
-    """A value as an error message names it, whatever it is."""
+    """Formats a value for an error message, in at most MAX_SHOWN_CHARS characters."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole numbers of thousands of digits

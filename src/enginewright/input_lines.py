@@ -1,4 +1,4 @@
-"""Lines of files that people give: UTF-8, with a byte order mark or without."""
+"""Reads lines of files that users give: UTF-8, with a byte order mark or without."""
 
 import codecs
 from pathlib import Path
@@ -7,10 +7,10 @@ from enginewright.errors import UsageError
 
 
 def read_lines(path: Path) -> list[tuple[int, bytes]]:
-    """The lines of a file that are not blank, each with its number in the file, as `split_lines` has them.
+    """Reads the lines of a file that are not blank, each with its number in the file, counted as in `split_lines`.
 
     Raises:
-        UsageError: the file cannot be read, or a line is no UTF-8.
+        UsageError: the file cannot be read, or a line is not UTF-8.
     """
     try:
         data = path.read_bytes()
@@ -20,19 +20,20 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
 
 
 def split_lines(data: bytes, name: object) -> list[bytes]:
-    """The lines of a text, without their ends and without a byte order mark.
+    """Splits a text into lines, without their ends and without a byte order mark.
 
     Args:
-        name: the file, for errors.
+        data: bytes of the text.
+        name: name of the file in errors.
 
     Raises:
-        UsageError: a line is no UTF-8; the message has its number.
+        UsageError: a line is not UTF-8; the message has its number.
     """
     lines = data.removeprefix(codecs.BOM_UTF8).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             line.decode()
         except UnicodeDecodeError as error:
-            why = f"byte {error.start + 1} of the line is no UTF-8"
+            why = f"byte {error.start + 1} of the line is not UTF-8"
             raise UsageError(f"{name}, line {number}", why, "Write the file in UTF-8.") from error
     return lines

@@ -1,4 +1,4 @@
-"""The manifest: what an engine is made of, where that came from, and the hashes that hold it together.
+"""The manifest: the parts of an engine, their sources, and the hashes that protect them.
 
 Canonical JSON: sorted keys, no spaces, defaults left out, whole numbers only, so that one manifest has one text.
 docs/engine-file.md specifies every field.
@@ -14,22 +14,23 @@ import msgspec
 from enginewright.dtypes import DTYPES
 from enginewright.targets import platforms_of
 
-FORMAT_VERSION = 2  # of the file and all that is in it, the plans too; it rises when a reader of the last one is wrong
-WEIGHTS = "weights/"  # sections of this prefix are weights: large, typed, and hashed only on demand
+# version of the file and all that is in it, plans included; rises when a reader of the last one would be wrong
+FORMAT_VERSION = 2
+WEIGHTS = "weights/"  # prefix of sections that are weights: large, typed, and hashed only on demand
 
 PLANS = "plan/"
 DRAFT = "draft"  # a smaller model of the same tokenizer
 SKIP = "skip"  # the first layers of the model itself, with its head
-MTP = "mtp"  # the layer that the checkpoint carries to guess with
+MTP = "mtp"  # the multi-token prediction layer of the checkpoint
 EAGLE = "eagle"  # a head that reads hidden states of several layers of the model
 MEDUSA = "medusa"  # heads that all read one hidden state of the model
-ROLES = (DRAFT, SKIP, MTP, EAGLE, MEDUSA)  # of plans beside the model's own
-NGRAM = "ngram"  # guesses are looked up: no plan
+ROLES = (DRAFT, SKIP, MTP, EAGLE, MEDUSA)  # of the plans that propose draft tokens
+NGRAM = "ngram"  # draft tokens are looked up in the text: no plan
 
-MAX_BYTES = 2**53  # of a section or a file: whole numbers up to here survive every JSON reader
-MAX_NAME = 255
-ROWS = 16  # rows of an r16 block
-K_ALIGN = 64  # elements; columns of r16 layouts are padded to this
+MAX_BYTES = 2**53  # limit of the bytes of a section or a file: every JSON reader keeps whole numbers up to here
+MAX_NAME = 255  # characters of a name
+ROWS = 16  # rows of a block in an r16 layout
+K_ALIGN = 64  # columns of r16 layouts are padded to a multiple of this
 _SECTION_NAME = re.compile(r"[!#-\[\]-~]{1,255}")  # printable ASCII but '"' and '\\'
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
@@ -37,69 +38,73 @@ Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class SectionForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a section's bytes are.
+    """Size, hash and form of a section's bytes."""
 
-    nbytes: length, without the zeros that fill the section up to a multiple of 64. dtype, shape, layout: how a
-    kernel reads a weight (csrc/cpu/kernel.h); None for plain bytes. evidence: measured by the build (goldens, a
-    quality report) and therefore no part of the content.
-    """
-
-    nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
-    sha256: Sha256
-    dtype: str | None = None
-    shape: tuple[Count, ...] | None = None
-    layout: str | None = None
-    evidence: bool = False
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]  # length, without the zeros up to a multiple of 64
+    sha256: Sha256  # hash of these bytes
+    dtype: str | None = None  # number type of a weight; None for plain bytes, as for the next two
+    shape: tuple[Count, ...] | None = None  # shape of a weight
+    layout: str | None = None  # layout in which kernels read a weight (csrc/cpu/kernel.h)
+    evidence: bool = False  # True if the build measured it (goldens, a quality report): it is no part of the content
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Defaults for the runtime, which may go beyond max_batch_size."""
+    """Default limits for the runtime, which may exceed max_batch_size."""
 
-    max_seq_len: Count
-    max_batch_size: Count
+    max_seq_len: Count  # tokens of a sequence
+    max_batch_size: Count  # sequences that run at once
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the builder knows about an engine.
+    """Facts about an engine that only the builder knows."""
 
-    name, model_type: the model's. targets: what there is code for ("cpu"). recipe: every choice that changes
-    the content, as JSON without fractions (write "0.5"). sources: input file, relative to its checkpoint → SHA-256.
-    roles: of the models that the engine has beside its own, each with a plan for each platform, among ROLES. speculate:
-    what guesses where nobody says it, NGRAM or one of the roles; None is nothing.
-    """
-
-    builder_version: str
-    name: str
-    model_type: str
-    targets: tuple[str, ...]
-    recipe: dict[str, Any]
-    sources: dict[str, Sha256]
-    limits: Limits
+    builder_version: str  # release that built the engine
+    name: str  # name of the model
+    model_type: str  # `model_type` of the model's config.json
+    targets: tuple[str, ...]  # targets that the engine has code for, such as "cpu"
+    recipe: dict[str, Any]  # every choice that changes the content, as JSON without fractions (write "0.5")
+    sources: dict[str, Sha256]  # input file, relative to its checkpoint → SHA-256
+    limits: Limits  # default limits
+    # roles of the plans that propose draft tokens, among ROLES; each has one for each platform
     roles: tuple[str, ...] = ()
-    speculate: str | None = None
+    speculate: str | None = None  # default source of draft tokens, NGRAM or one of the roles; None: no speculation
 
 
 class Manifest(About, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """sections: name → form. content_hash: SHA-256 over everything here but evidence, however it lies in the file."""
+    """The description of an engine in its header."""
 
-    format_version: Annotated[int, msgspec.Meta(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
-    sections: dict[str, SectionForm]
-    content_hash: Sha256
+    format_version: Annotated[int, msgspec.Meta(ge=FORMAT_VERSION, le=FORMAT_VERSION)]  # version of the format
+    sections: dict[str, SectionForm]  # name → form
+    content_hash: Sha256  # SHA-256 over every field and section but evidence, wherever they lie in the file
 
     @staticmethod
     def of(about: About, sections: Mapping[str, SectionForm]) -> "Manifest":
-        """Raises ValueError for what no reader would accept."""
+        """Makes the manifest of these sections.
+
+        Args:
+            about: facts that the builder knows.
+            sections: name → form.
+
+        Raises:
+            ValueError: no reader would accept the manifest.
+        """
         fields = {name: getattr(about, name) for name in About.__struct_fields__}
         fields |= {"format_version": FORMAT_VERSION, "sections": dict(sections)}
         manifest = Manifest(**fields, content_hash=_content_hash(fields))
         return Manifest.from_json(manifest.to_json())
 
     def to_json(self) -> bytes:
+        """Encodes the manifest as canonical JSON."""
         return msgspec.json.encode(self, order="sorted")
 
     @staticmethod
     def from_json(text: str | bytes) -> "Manifest":
-        """Raises ValueError (msgspec's errors are ValueErrors too) or RecursionError, saying what is wrong."""
+        """Decodes and checks a manifest.
+
+        Raises:
+            ValueError: the text is not a valid manifest; the message says why (msgspec's errors are ValueErrors too).
+            RecursionError: it is nested too deeply.
+        """
         manifest = _DECODER.decode(text)
         _check(manifest)
         if manifest.to_json() != (text.encode() if isinstance(text, str) else text):
@@ -115,7 +120,8 @@ _DECODER = msgspec.json.Decoder(Manifest)
 
 def _content_hash(fields: Mapping[str, Any]) -> str:
     sections = {name: form for name, form in fields["sections"].items() if not form.evidence}
-    left_out = [name for name in ("roles", "speculate") if not fields[name]]  # as of the manifest's JSON
+    # as in the manifest's JSON, which omits defaults
+    left_out = [name for name in ("roles", "speculate") if not fields[name]]
     fields = {name: value for name, value in fields.items() if name not in left_out}
     return hashlib.sha256(msgspec.json.encode({**fields, "sections": sections}, order="sorted")).hexdigest()
 
@@ -135,7 +141,12 @@ def _check(manifest: Manifest) -> None:
 
 
 def plan_section(platform: str, role: str | None = None) -> str:
-    """Where a plan is; role: None is the engine's own model."""
+    """Names the section of a plan.
+
+    Args:
+        platform: cpu or cuda.
+        role: one of ROLES; None is the engine's own model.
+    """
     return f"{PLANS}{role}/{platform}" if role else f"{PLANS}{platform}"
 
 
@@ -153,7 +164,7 @@ def _check_roles(manifest: Manifest) -> None:
         if name.startswith(PLANS) and slash and role not in manifest.roles:
             raise ValueError(f"the section {name!r} is of a role that the manifest does not list")
     if manifest.speculate is not None and manifest.speculate not in (NGRAM, *manifest.roles):
-        raise ValueError(f"{manifest.speculate[:MAX_NAME]!r} is to guess, and the engine has nothing of that name")
+        raise ValueError(f"{manifest.speculate[:MAX_NAME]!r} is the default speculation, but no role of the engine")
 
 
 def _check_whole_numbers(recipe: Any) -> None:
@@ -171,7 +182,11 @@ def _check_whole_numbers(recipe: Any) -> None:
 
 
 def check_form(name: str, form: SectionForm) -> None:
-    """Raises ValueError if the section may not be called so, or cannot have this form."""
+    """Checks the name and the form of a section.
+
+    Raises:
+        ValueError: the section may not have this name, or this form is impossible.
+    """
     if not _SECTION_NAME.fullmatch(name) or name == "__metadata__":
         raise ValueError(f"{name[:MAX_NAME]!r} is no section name: 1 to {MAX_NAME} printable ASCII characters")
     if form.dtype is None and form.shape is None and form.layout is None:
@@ -189,8 +204,15 @@ def check_form(name: str, form: SectionForm) -> None:
 
 
 def packed_bytes(dtype: str, shape: tuple[int, ...], layout: str) -> int:
-    """Bytes of a vector, a matrix, or several matrices one behind the other in one of the layouts of csrc/cpu/kernel.h;
-    ValueError if there is no such one.
+    """Computes the bytes of a vector, a matrix, or consecutive matrices in one of the layouts of csrc/cpu/kernel.h.
+
+    Args:
+        dtype: number type.
+        shape: [columns], [rows, columns] or [matrices, rows, columns].
+        layout: name of the layout.
+
+    Raises:
+        ValueError: there is no such layout for this type and shape.
     """
     if not 1 <= len(shape) <= 3 or not all(1 <= size <= MAX_BYTES for size in shape):
         raise ValueError(f"shape {shape} is neither [columns], [rows, columns] nor [matrices, rows, columns]")

@@ -1,12 +1,12 @@
-"""A file that appears whole, under its final name, or not at all: whatever fails, and whenever the process dies.
+"""A file that appears complete under its final name, or not at all, whatever fails and whenever the process dies.
 
 Where the system can (O_TMPFILE), the file has no name while it is written, so that even SIGKILL leaves nothing.
-Elsewhere it has a hidden name beside the final one, `.NAME.PID-RANDOM.building`, which its writer keeps locked; the
-next build of the same target removes hidden files that nobody holds any more.
+Elsewhere it has a hidden name next to the final one, `.NAME.PID-RANDOM.building`, which its writer keeps locked; the
+next build of the same target removes hidden files whose lock nobody holds.
 
 A link with a name cannot replace a file. So a build over an existing file links the finished, synced file under a
-hidden name and renames that; only a process killed between these two calls leaves something behind (a hidden,
-whole file, until the next build). The old file stays linked until the rename is known to be durable.
+hidden name and renames that; only a process killed between these two calls leaves something on the disk (a hidden,
+complete file, until the next build). The old file stays linked until the rename is known to be durable.
 
 Where the name is a symbolic link, the file that it leads to is made or replaced. A file that replaces another one has
 its mode, and its owner where the system allows that.
@@ -29,13 +29,16 @@ _ATTEMPTS = 8
 
 
 class NewFile:
-    """Raises OSError where the system does; `discard` then, and the folder is as it was."""
+    """A file that is being written, and replaces the one of its name by `publish`.
+
+    Methods raise OSError where the system does; after `discard` the folder is as it was before.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path = Path(os.path.realpath(path))
-        self.size = 0  # bytes written, from the start to the end of the file
+        self.size = 0  # bytes that are written, from the start to the end of the file
         self._fd = -1
-        self._hidden: str | None = None  # the file's temporary name, if it has one
+        self._hidden: str | None = None  # temporary name of the file, if it has one
         self._leftovers: list[str] = []  # names to remove, whatever happens
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -50,18 +53,23 @@ class NewFile:
 
     @property
     def temporary_path(self) -> Path:
-        """Where the unfinished file can be read, from this process or another one of the same user."""
+        """Path of the unfinished file, readable from this process and others of the same user."""
         if self._hidden is not None:
             return self.path.parent / self._hidden
         return Path(f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def free_bytes(self) -> int | None:
-        """Bytes that can be written, if the file system says so."""
+        """Returns the bytes that can still be written; None if the file system does not say."""
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        """data: bytes; a memoryview is one of format "B"."""
+        """Writes bytes at an offset.
+
+        Args:
+            data: bytes; a memoryview must have format "B".
+            offset: position in the file, in bytes.
+        """
         view = memoryview(data)
         while view:
             count = os.pwrite(self._fd, view, offset)
@@ -70,7 +78,7 @@ class NewFile:
         self.size = max(self.size, offset)
 
     def publish(self) -> None:
-        """Give the file its final name, durably. On any failure an earlier file of that name is still there."""
+        """Gives the file its final name, durably. On any failure an earlier file of that name is still there."""
         os.fsync(self._fd)
         restore: str | None = None  # the name that holds the earlier file
         existed = True
@@ -96,11 +104,11 @@ class NewFile:
         self._close()
 
     def discard(self) -> None:
-        """Remove what is not published, and let go of the rest. Never fails."""
+        """Removes what is not published, and closes the file. Never fails."""
         self._close()
 
     def _earlier(self) -> os.stat_result | None:
-        """The file that is to be replaced. Raises FileExistsError for what is no regular file."""
+        """Finds the file that is to be replaced. Raises FileExistsError if it is no regular file."""
         try:
             earlier = os.stat(self.path.name, dir_fd=self._folder, follow_symlinks=False)
         except FileNotFoundError:
@@ -119,7 +127,7 @@ class NewFile:
             self._fd = os.open(self._hidden, flags, mode, dir_fd=self._folder)
             if _lock(self._fd) is not False and os.fstat(self._fd).st_nlink:
                 return
-            os.close(self._fd)  # another build took it for abandoned before it was locked
+            os.close(self._fd)  # another build removed it as abandoned before it was locked
             self._fd = -1
         raise FileExistsError(errno.EEXIST, "another build keeps removing the temporary file", str(self.path))
 
@@ -130,15 +138,15 @@ class NewFile:
             if error.errno in _NO_TMPFILE:
                 return False
             raise
-        _lock(self._fd)  # for the moment that it has a hidden name
-        if os.path.exists(f"/proc/self/fd/{self._fd}"):  # what it will be linked by
+        _lock(self._fd)  # holds while the file has a hidden name
+        if os.path.exists(f"/proc/self/fd/{self._fd}"):  # the path that a link is made from
             return True
         os.close(self._fd)
         self._fd = -1
         return False
 
     def _link_unnamed(self, name: str) -> bool:
-        """False if there is a file of that name."""
+        """Links the file under a name; returns False if there is a file of that name."""
         try:
             # With a folder descriptor this is linkat(AT_SYMLINK_FOLLOW), without one it would link the symlink.
             os.link(f"/proc/self/fd/{self._fd}", name, dst_dir_fd=self._folder, follow_symlinks=True)
@@ -147,7 +155,7 @@ class NewFile:
         return True
 
     def _keep_earlier(self) -> tuple[str | None, bool]:
-        """A second name of the file about to be replaced, if it can have one; and whether there is such a file."""
+        """Links the file that is about to be replaced under a second name; returns it, and if the file exists."""
         previous = self._new_name("previous")
         self._leftovers.append(previous)
         try:
@@ -167,7 +175,7 @@ class NewFile:
         return f".{os.fsdecode(os.fsencode(self.path.name)[:_STEM_BYTES])}."
 
     def _remove_abandoned(self) -> None:
-        """Remove hidden files of dead builds of this target: those that are not locked."""
+        """Removes hidden files of dead builds of this target: those that are not locked."""
         pattern = re.compile(re.escape(self._prefix()) + r"[0-9]+-[0-9a-f]{8}\.(building|previous)")
         for name in filter(pattern.fullmatch, os.listdir(self._folder)):
             with contextlib.suppress(OSError):
@@ -192,7 +200,7 @@ class NewFile:
 
 
 def _lock(fd: int) -> bool | None:
-    """Whether the file is now locked by us; None where files cannot be locked."""
+    """Locks a file; returns if that succeeded, or None where files cannot be locked."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -203,7 +211,15 @@ def _lock(fd: int) -> bool | None:
 
 
 def replace_file(finished: Path, path: Path) -> None:
-    """Rename a finished file to `path`, or to the target of that link, on the same file system. Raises OSError."""
+    """Renames a finished file to `path`, or to the target of that link, on the same file system.
+
+    Args:
+        finished: the new file.
+        path: the name to give it; mode and owner of an earlier file of that name are kept.
+
+    Raises:
+        OSError: the system refuses.
+    """
     target = Path(os.path.realpath(path))
     with finished.open("rb") as file:
         if target.exists():
@@ -213,9 +229,10 @@ def replace_file(finished: Path, path: Path) -> None:
 
 
 def _keep_mode_and_owner(fd: int, earlier: os.stat_result) -> None:
-    """Give an open file the mode of the one that it replaces, and its owner where the system allows that."""
+    """Gives an open file the mode of the one that it replaces, and its owner where the system allows that."""
     made = os.fstat(fd)
-    if (made.st_uid, made.st_gid) != (earlier.st_uid, earlier.st_gid):  # sandboxes may end who asks needlessly
+    # some sandboxes end a process for a needless chown
+    if (made.st_uid, made.st_gid) != (earlier.st_uid, earlier.st_gid):
         for owner, group in ((-1, earlier.st_gid), (earlier.st_uid, -1)):
             with contextlib.suppress(PermissionError):
                 os.fchown(fd, owner, group)

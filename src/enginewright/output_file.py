@@ -1,8 +1,8 @@
-"""Where commands write: regular files, targets of links, and what is no regular file, such as /dev/stdout or a FIFO.
+"""Writes outputs of commands: to regular files, targets of links, and other files, such as /dev/stdout or a FIFO.
 
-A regular file is replaced whole (new_file.py): the name shows the earlier file or the new one, and its mode and owner
-stay. Nothing can take the place of a FIFO, a device or an open descriptor, so these are written to where they are.
-Answers of a batch are written where they are in every case, since each is worth keeping as soon as it is there.
+A regular file is replaced as a whole (new_file.py): its name shows the earlier file or the new one, and its mode and
+owner stay. Nothing can replace a FIFO, a device or an open descriptor, so these are written in place. Completions of a
+batch are always written in place, since each is worth keeping as soon as it exists.
 """
 
 import errno
@@ -16,18 +16,19 @@ from typing import BinaryIO
 from enginewright.errors import EngineError, UsageError
 from enginewright.new_file import NewFile
 
-_MAX_LINKS = 40  # from one link to the next, as Linux has it
+_MAX_LINKS = 40  # length of a chain of links, as in Linux
 
 
 def require_writable(path: Path, *, in_place: bool = False, regular: bool = False) -> None:
-    """Look at an output before the work, so that no long run ends in finding out. Nothing is changed.
+    """Checks before a long run that its output can be written. Nothing is changed.
 
     Args:
-        in_place: an earlier file is written to where it is, not replaced.
-        regular: refuse what is no regular file: the output is not written in one piece from its start to its end.
+        path: the output.
+        in_place: an earlier file is written in place, not replaced.
+        regular: only regular files are allowed, since the output is not written from its start to its end.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the output cannot be written.
     """
     what = f"{path} cannot be written"
     try:
@@ -54,17 +55,21 @@ def require_writable(path: Path, *, in_place: bool = False, regular: bool = Fals
 
 
 def same_file(path: Path, other: Path) -> bool:
-    """True if two paths lead to the same file, which may not be there yet."""
+    """Checks if two paths lead to the same file, which need not exist yet."""
     return os.path.realpath(path) == os.path.realpath(other) or (
         path.exists() and other.exists() and path.samefile(other)
     )
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace a regular file, or write to what is none.
+    """Replaces a regular file, or writes to a FIFO, a device or a descriptor.
+
+    Args:
+        path: the file.
+        data: its new content.
 
     Raises:
-        EngineError: it cannot be written; a regular file is then what it was before.
+        EngineError: it cannot be written; a regular file then is unchanged.
     """
     try:
         if not _is_replaceable(path, _status(path)):
@@ -82,28 +87,38 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def open_in_place(path: Path, *, keep: bool = False) -> BinaryIO:
-    """An unbuffered stream to a file that is emptied, or to what is no regular file.
+    """Opens an unbuffered stream to a file that is emptied, or to a file that is not regular.
 
     Args:
-        keep: a regular file keeps its bytes, can be read, and is made where it is missing.
+        path: the file.
+        keep: a regular file keeps its bytes, can be read, and is created if it does not exist.
 
     Raises:
         OSError: it cannot be opened.
     """
     if (number := _descriptor(path)) is not None:
-        return open(os.dup(number), "wb", buffering=0)  # opened again, it would have an offset of its own
+        return open(os.dup(number), "wb", buffering=0)  # a new descriptor would have an offset of its own
     flags = os.O_RDWR if keep else os.O_WRONLY | os.O_TRUNC
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
     return open(fd, "r+b" if keep else "wb", buffering=0)
 
 
 def is_regular(path: Path) -> bool:
-    """True if there is a regular file, or nothing yet. Raises OSError where the system does not say."""
+    """Checks if a path is a regular file, or nothing yet.
+
+    Raises:
+        OSError: the system does not say.
+    """
     return _is_replaceable(path, _status(path))
 
 
 def write_all(stream: BinaryIO, data: bytes) -> None:
-    """Write to an unbuffered stream, which may take less than all at once."""
+    """Writes to an unbuffered stream, each of whose writes may be short.
+
+    Args:
+        stream: the stream.
+        data: bytes to write.
+    """
     view = memoryview(data)
     while view:
         view = view[stream.write(view) :]
@@ -121,7 +136,7 @@ def _is_replaceable(path: Path, status: os.stat_result | None) -> bool:
 
 
 def _descriptor(path: Path) -> int | None:
-    """The open descriptor of this process that a path such as /dev/stdout or /dev/fd/63 leads to."""
+    """Finds the open descriptor of this process that a path such as /dev/stdout or /dev/fd/63 leads to."""
     name = os.path.abspath(path)
     for _ in range(_MAX_LINKS):
         if found := re.fullmatch(rf"/(?:dev|proc/self|proc/{os.getpid()})/fd/([0-9]+)", name):

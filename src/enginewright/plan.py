@@ -1,10 +1,10 @@
-"""The plan: what an executor needs to run a model, and no more.
+"""The plan: everything that an executor needs to run a model.
 
-A plan is a list of kernel calls over matrices. A matrix is a weight, a step input, or a buffer in one
-arena. Its columns are known at build time; its rows are linear in the sizes of a step (`Plan.dims` has their names),
-so the runtime chooses its own limits and the arena is laid out once, at those limits (`arena_offsets`).
-The builder writes plans (`enginewright.builder.lower`), the runtime reads them; this module is all that both
-know of one. Encoded as canonical JSON in the engine file.
+A plan is a list of kernel calls over matrices. A matrix is a weight, a step input, or a buffer in one arena. Its
+columns are known at build time; its rows are linear in the sizes of a step (`Plan.dims` has their names), so the
+runtime chooses its own limits and lays the arena out once, at those limits (`arena_offsets`). The builder writes plans
+(`enginewright.builder.lower`), and the runtime reads them; they share this module alone. The engine file has plans as
+canonical JSON.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,31 +19,35 @@ from enginewright.errors import CorruptEngineError
 
 ARENA_ALIGN_BYTES = 64
 COLUMN_ALIGN = 64  # elements; rows of a buffer start at multiples of this (Buffer.stride)
-MOST_SHARED_BYTES = 227 << 10  # of a block, on the GPUs that have most
+MOST_SHARED_BYTES = 227 << 10  # bytes of a block's shared memory on the GPUs with the most
 # The sizes that every step has: packed tokens of all sequences, sequences with at least one token in the step, and
-# tokens whose logits are wanted.
+# tokens that need logits.
 COMMON_DIMS = ("tokens", "sequences", "logit_rows")
-# Hidden states of a step's tokens, f32 [tokens, columns]: an output; and those that a plan is given to guess from.
+# Hidden states of a step's tokens, f32 [tokens, columns]: an output, and the input of a plan that proposes draft
+# tokens.
 HIDDEN, HIDDEN_BEFORE = "hidden", "hidden_before"
-MOST_DIMS = 8  # of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for so many)
+MOST_DIMS = 8  # dimensions of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for this number)
 
 
 class StepSizes(msgspec.Struct, frozen=True):
-    """The sizes of one step, or their limits."""
+    """Sizes of one step, or their limits."""
 
-    dims: tuple[str, ...]  # their names, as the plan has them: COMMON_DIMS, then others
-    counts: tuple[int, ...]  # of each dim, in the same order
+    dims: tuple[str, ...]  # names of the dimensions, in the plan's order: COMMON_DIMS, then others
+    counts: tuple[int, ...]  # size of each dimension, in the same order
 
     @property
     def tokens(self) -> int:
+        """Packed tokens of all sequences."""
         return self.counts[0]
 
     @property
     def sequences(self) -> int:
+        """Sequences with at least one token in the step."""
         return self.counts[1]
 
     @property
     def logit_rows(self) -> int:
+        """Tokens that need logits."""
         return self.counts[2]
 
     def __getitem__(self, dim: str) -> int:
@@ -51,101 +55,119 @@ class StepSizes(msgspec.Struct, frozen=True):
 
 
 def step_sizes(*, tokens: int, sequences: int, logit_rows: int, **others: int) -> StepSizes:
-    """Sizes by their names; the order of `others` is that of their dims."""
+    """Makes sizes from names.
+
+    Args:
+        tokens: packed tokens of all sequences.
+        sequences: sequences with at least one token in the step.
+        logit_rows: tokens that need logits.
+        others: other dimensions, in the plan's order.
+    """
     return StepSizes((*COMMON_DIMS, *others), (tokens, sequences, logit_rows, *others.values()))
 
 
 class Linear(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """constant + Σ factor × size: a number of rows or columns. `linear` makes one."""
 
-    constant: int = 0
-    terms: tuple[tuple[str, int], ...] = ()  # dim and its factor, in the order of the dims' names
+    constant: int = 0  # part that no size changes
+    terms: tuple[tuple[str, int], ...] = ()  # dimension and its factor, sorted by the dimension's name
 
     def at(self, sizes: StepSizes) -> int:
+        """Computes the number for a step of these sizes."""
         total = self.constant
         for dim, factor in self.terms:
             total += factor * sizes[dim]
         return total
 
     def by_position(self, dims: Sequence[str]) -> tuple[int, ...]:
-        """The constant, then the factor of each of `dims`."""
+        """Returns the constant, then the factor of each of `dims`."""
         factors = dict(self.terms)
         return (self.constant, *(factors.get(dim, 0) for dim in dims))
 
 
 def linear(constant: int = 0, **factors: int) -> Linear:
-    """`linear(tokens=2, constant=1)` is 2 × tokens + 1."""
+    """Makes a linear number: `linear(tokens=2, constant=1)` is 2 × tokens + 1."""
     return Linear(constant, tuple(sorted((dim, factor) for dim, factor in factors.items() if factor)))
 
 
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An int32 array given with each step, [rows] or [rows, columns]."""
 
-    name: str
-    rows: Linear
-    columns: Linear = Linear(1)
+    name: str  # name, among the plan's inputs
+    rows: Linear  # number of rows
+    columns: Linear = Linear(1)  # number of columns; 1 is a vector
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A row-major matrix in the arena; a row takes `stride` elements. Buffers of one slot are never alive together."""
 
-    dtype: str
-    rows: Linear
-    columns: int
-    slot: int
+    dtype: str  # number type
+    rows: Linear  # number of rows
+    columns: int  # elements of a row, without padding
+    slot: int  # slot of the arena; buffers with the same slot share memory
 
     @property
     def stride(self) -> int:
         """Elements from one row to the next: columns rounded up to an odd multiple of COLUMN_ALIGN.
 
-        With an even multiple, rows would fall into few sets of a cache: at 2048 columns GEMMs lose a quarter.
+        With an even multiple, rows fall into few sets of a cache: GEMMs are a quarter slower at 2048 columns.
         """
         return (-(-self.columns // COLUMN_ALIGN) | 1) * COLUMN_ALIGN
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of an element."""
         return DTYPES[self.dtype].bytes
 
     def bytes_at(self, sizes: StepSizes) -> int:
+        """Computes the bytes of the buffer for a step of these sizes."""
         return self.rows.at(sizes) * self.stride * self.element_bytes
 
 
 class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of `heads` × `dim` numbers for each token of each layer: its keys, or its values."""
+    """Rows of `heads` × `dim` numbers, one for each token and layer: keys, or values."""
 
-    name: str  # what kernels ask for: "key", "value"
-    heads: int
-    dim: int  # of a head
-    dtype: str  # as stored: bf16, or codes with what scales them beside those of a head (csrc/cpu/kv.h)
-    bytes_per_token: int  # in one layer, as stored: padding and scales included
+    name: str  # part name that kernels refer to: "key", "value"
+    heads: int  # heads of a row
+    dim: int  # numbers of a head
+    dtype: str  # number type as stored: bf16, or codes, each head with its scales (csrc/cpu/kv.h)
+    bytes_per_token: int  # bytes of a token in one layer, padding and scales included
 
 
 class PagedCache(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag="paged"):
-    """What attention reads of each earlier token, in blocks of tokens, for layers whose caches live and die together:
-    each sequence has one block table for all of them. https://arxiv.org/abs/2309.06180
+    """Keys and values of earlier tokens, in blocks of tokens, for layers whose blocks are allocated and freed together.
+
+    Each sequence has one block table for all these layers. https://arxiv.org/abs/2309.06180
     """
 
-    layers: tuple[int, ...]
-    planes: tuple[Plane, ...]
-    block_size: int  # tokens
+    layers: tuple[int, ...]  # indices of the layers
+    planes: tuple[Plane, ...]  # kinds of rows: keys and values, or one of latent vectors
+    block_size: int  # tokens of a block
     window: int = 0  # positions that a query sees, its own included; 0: all
-    kept_tokens: int = 0  # first positions that are seen from everywhere, whatever the window (attention sinks)
+    kept_tokens: int = 0  # first positions that every query sees, whatever the window (attention sinks)
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """Names of the planes."""
         return tuple(plane.name for plane in self.planes)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers and planes."""
+        """Bytes of a token in all layers and planes."""
         return len(self.layers) * sum(plane.bytes_per_token for plane in self.planes)
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block in all layers and planes."""
         return self.block_size * self.bytes_per_token
 
     def offset_bytes(self, layer: int, part: str) -> int:
-        """Where a layer's plane begins in a block: layers in their order, and in each of them its planes in theirs."""
+        """Computes the start of a layer's plane in a block, in bytes: in the order of layers, then of planes.
+
+        Args:
+            layer: index of the layer.
+            part: name of the plane.
+        """
         sizes = [self.block_size * plane.bytes_per_token for plane in self.planes]
         before = sizes[: [plane.name for plane in self.planes].index(part)]
         return self.layers.index(layer) * sum(sizes) + sum(before)
@@ -154,29 +176,35 @@ class PagedCache(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor of a sequence's recurrent state, in one layer."""
 
-    name: str  # what kernels ask for: "conv", "state"
-    shape: tuple[int, ...]
-    dtype: str
+    name: str  # part name that kernels refer to: "conv", "state"
+    shape: tuple[int, ...]  # shape of the tensor
+    dtype: str  # number type
 
 
 class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="recurrent"):
-    """What a recurrence keeps of all earlier tokens: as much for a long sequence as for a short one."""
+    """State of recurrent layers after a sequence's last token; its size does not depend on the sequence's length."""
 
-    layers: tuple[int, ...]
-    tensors: tuple[StateTensor, ...]
-    snapshot_tokens: int  # copies are kept at multiples of so many tokens, for sequences that begin alike
+    layers: tuple[int, ...]  # indices of the layers
+    tensors: tuple[StateTensor, ...]  # tensors of each layer
+    snapshot_tokens: int  # tokens between two snapshots of a state, which sequences with the same prefix share
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """Names of the tensors."""
         return tuple(tensor.name for tensor in self.tensors)
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Of all layers and tensors."""
+        """Bytes of a sequence's state in all layers and tensors."""
         return len(self.layers) * sum(self._tensor_bytes())
 
     def offset_bytes(self, layer: int, part: str) -> int:
-        """Where a layer's tensor begins in a slot: layers in their order, and in each of them its tensors in theirs."""
+        """Computes the start of a layer's tensor in a slot, in bytes: in the order of layers, then of tensors.
+
+        Args:
+            layer: index of the layer.
+            part: name of the tensor.
+        """
         sizes = self._tensor_bytes()
         return self.layers.index(layer) * sum(sizes) + sum(sizes[: self.parts.index(part)])
 
@@ -184,34 +212,43 @@ class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         return [prod(tensor.shape) * DTYPES[tensor.dtype].bytes for tensor in self.tensors]
 
 
-CacheGroup = PagedCache | RecurrentState  # what a sequence leaves behind it between steps, in some of the layers
+CacheGroup = PagedCache | RecurrentState  # what some of the layers store of a sequence between steps
 
 
 class InputOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="step"):
-    name: str
+    """A step input."""
+
+    name: str  # name of the input
 
 
 class WeightOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="weights"):
-    name: str
+    """A weight."""
+
+    name: str  # name of the weight
 
 
 class BufferOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="arena"):
     """Columns [column, column + columns) of a buffer."""
 
-    index: int
-    column: int
-    columns: int
+    index: int  # index among the plan's buffers
+    column: int  # first column
+    columns: int  # number of columns
 
 
 class CacheOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="cache"):
     """A part of a layer's cache."""
 
-    layer: int  # that writes it; others may read it
-    part: str  # the name of a plane or of a state's tensor
+    layer: int  # index of the layer that writes it; others may read it
+    part: str  # name of a plane or of a state's tensor
 
 
 def cache_of(groups: Sequence[CacheGroup], operand: CacheOperand) -> CacheGroup:
-    """The group that has a part of a layer's cache: a layer may be in two, with attention and a recurrence."""
+    """Finds the cache group that has a part of a layer; a layer with attention and a recurrence is in two groups.
+
+    Args:
+        groups: cache groups of the plan.
+        operand: layer and part.
+    """
     return next(group for group in groups if operand.layer in group.layers and operand.part in group.parts)
 
 
@@ -219,94 +256,105 @@ Operand = InputOperand | WeightOperand | BufferOperand | CacheOperand
 
 
 class Extent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A dimension of a launch's grid: ceil(rows / per) blocks, and no more than `per_multiprocessor` for each
-    multiprocessor where that is not 0.
-    """
+    """A dimension of a launch's grid: ceil(rows / per) blocks, within a limit for each multiprocessor."""
 
-    rows: Linear = Linear(1)
-    per: int = 1
-    per_multiprocessor: int = 0
+    rows: Linear = Linear(1)  # rows that the blocks share
+    per: int = 1  # rows of a block
+    per_multiprocessor: int = 0  # limit of the blocks for each multiprocessor; 0: no limit
 
     def at(self, sizes: StepSizes, multiprocessors: int) -> int:
+        """Computes the number of blocks for a step of these sizes.
+
+        Args:
+            sizes: sizes of the step.
+            multiprocessors: multiprocessors of the GPU.
+        """
         blocks = -(-self.rows.at(sizes) // self.per)
         return min(blocks, self.per_multiprocessor * multiprocessors) if self.per_multiprocessor else blocks
 
 
 class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One launch on a GPU. It runs where low ≤ rows ≤ high, so the launches of a call may be a table by shape."""
+    """One launch on a GPU. It runs where low ≤ rows ≤ high, so that a call's launches may be a table by shape."""
 
-    kernel: str  # its name in the engine's code
-    # Behind the step's sizes: the addresses of operands, by role. A role that the call lacks is a null pointer.
+    kernel: str  # name of the kernel in the engine's code
+    # Roles of the operands whose addresses follow the step's sizes. A role that the call lacks is a null pointer.
     arguments: tuple[str, ...]
-    grid: tuple[Extent, Extent, Extent]
-    threads: int  # of a block
-    shared_bytes: int = 0  # of a block
-    rows: Linear = Linear(1)
-    low: int = 1
-    high: int = 2**31 - 1
-    architectures: tuple[str, ...] = ()  # whose code has the kernel, and runs it; () is all
+    grid: tuple[Extent, Extent, Extent]  # blocks in x, y and z
+    threads: int  # threads of a block
+    shared_bytes: int = 0  # dynamic shared memory of a block, in bytes
+    rows: Linear = Linear(1)  # number that decides if the launch runs
+    low: int = 1  # smallest number of rows with which it runs
+    high: int = 2**31 - 1  # largest number of rows with which it runs
+    architectures: tuple[str, ...] = ()  # GPU architectures whose code has the kernel; (): all
 
     def runs(self, sizes: StepSizes) -> bool:
+        """Checks if the launch runs in a step of these sizes."""
         return self.low <= self.rows.at(sizes) <= self.high
 
 
 class Cost(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Operations that a call makes for one token of a prompt; a product that is added to a sum is two."""
+    """Operations of a call for one token of a prompt; a multiply-add counts as two."""
 
-    of_token: int = 0
-    of_position: int = 0  # for each position that the token sees
-    window: int = 0  # positions that it sees at most, its own included; 0: all
+    of_token: int = 0  # operations for the token
+    of_position: int = 0  # operations for each position that the token sees
+    window: int = 0  # positions that the token sees, its own included; 0: all
 
 
 class KernelCall(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One kernel call."""
 
     kernel: str  # versioned name, `gemm_bf16@1`
-    operands: dict[str, Operand]  # by role
-    attributes: dict[str, int | float | str]
-    launches: tuple[Launch, ...] = ()  # what it is on a GPU, in order
-    cost: Cost = Cost()  # where it is large: of matrix products and attention
+    operands: dict[str, Operand]  # role → operand
+    attributes: dict[str, int | float | str]  # constants of the kernel
+    launches: tuple[Launch, ...] = ()  # launches on a GPU, in order
+    cost: Cost = Cost()  # operations, where they are many: matrix products and attention
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Everything an executor runs, in order."""
 
-    target: str  # the platform: cpu, cuda
-    dims: tuple[str, ...]  # names of a step's sizes: COMMON_DIMS, and behind these what else rows and columns follow
-    inputs: tuple[Input, ...]
-    caches: tuple[CacheGroup, ...]
-    buffers: tuple[Buffer, ...]
-    calls: tuple[KernelCall, ...]
+    target: str  # platform: cpu, cuda
+    dims: tuple[str, ...]  # names of a step's sizes: COMMON_DIMS, then others that rows and columns depend on
+    inputs: tuple[Input, ...]  # step inputs
+    caches: tuple[CacheGroup, ...]  # cache groups
+    buffers: tuple[Buffer, ...]  # buffers of the arena
+    calls: tuple[KernelCall, ...]  # kernel calls, in order
     # Name → buffer: "logits", f32 [logit_rows, vocab_size], and perhaps HIDDEN; or one of RESULTS, f32 with a row for
-    # each text that ends.
+    # each text that ends in the step.
     outputs: dict[str, int]
-    vocab_size: int
-    max_seq_len: int
-    # What a GPU samples from the logits with, a block per row; its arguments are not operands but the runtime's.
+    vocab_size: int  # tokens of the vocabulary
+    max_seq_len: int  # tokens of the longest sequence
+    # Launch that samples from the logits, a block per row; the runtime gives its arguments, which are no operands.
     sampling: Launch | None = None
-    whole_texts: bool = False  # all tokens of a sequence are in one step, since tokens see those behind them
-    given: dict[str, int] = {}  # Name → buffer that is written before each step: HIDDEN_BEFORE, or nothing
+    whole_texts: bool = False  # True if all tokens of a sequence must be in one step, since tokens attend to later ones
+    given: dict[str, int] = {}  # name → buffer that is filled before each step: HIDDEN_BEFORE, or nothing
 
     @property
     def result_name(self) -> str:
-        """What it gives: "logits", or one of RESULTS."""
+        """Name of the plan's main output: "logits", or one of RESULTS."""
         return next(name for name in self.outputs if name != HIDDEN)
 
     @property
     def result(self) -> int:
-        """The buffer of that."""
+        """Index of the buffer with the main output."""
         return self.outputs[self.result_name]
 
     @property
     def generates(self) -> bool:
-        """Whether it gives logits, of which tokens are sampled."""
+        """True if the plan computes logits, from which tokens are sampled."""
         return "logits" in self.outputs
 
     def to_json(self) -> bytes:
+        """Encodes the plan as canonical JSON."""
         return msgspec.json.encode(self, order="sorted")
 
     @staticmethod
     def from_json(data: bytes) -> "Plan":
+        """Decodes and checks a plan.
+
+        Raises:
+            CorruptEngineError: the JSON is not that of a plan.
+        """
         try:
             plan = msgspec.json.decode(data, type=Plan)
         except msgspec.MsgspecError as error:
@@ -315,7 +363,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return plan
 
     def _check(self) -> None:
-        """References stay inside the plan; sizes are sane. Kernels check shapes among themselves."""
+        """Checks that references stay inside the plan and that sizes are sane. Kernels check their own shapes."""
 
         def require(holds: Any, what: str) -> None:
             if not holds:
@@ -323,7 +371,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
         def require_size(size: Linear, least: int, what: str) -> None:
             names = [dim for dim, _ in size.terms]
-            require(names == sorted(set(names)) and set(names) <= set(self.dims), f"{what} of no dim of the plan")
+            require(names == sorted(set(names)) and set(names) <= set(self.dims), f"{what} with an unknown dimension")
             numbers = size.by_position(names)
             require(least <= min(numbers) and max(numbers) < 2**31, f"{what} that is out of range")
 
@@ -380,19 +428,19 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                 sane = 0 < extent.per < 2**31 and 0 <= extent.per_multiprocessor <= 64
                 require(sane, f"{launch.kernel} has no grid")
         for name, index in (*self.outputs.items(), *self.given.items()):
-            require(0 <= index < len(self.buffers), f"the {name} are no buffer")
+            require(0 <= index < len(self.buffers), f"{name} is not a buffer")
             if name in (HIDDEN, HIDDEN_BEFORE):
                 states = self.buffers[index]
                 require(states.dtype == "f32" and states.rows == linear(tokens=1), "hidden states are no f32 of tokens")
         results = set(self.outputs) - {HIDDEN}
-        require(len(results) == 1 and results <= {"logits", *RESULTS}, "there are no logits")
-        require(set(self.given) <= {HIDDEN_BEFORE}, "it is given what no release knows")
+        require(len(results) == 1 and results <= {"logits", *RESULTS}, "it has no main output, or more than one")
+        require(set(self.given) <= {HIDDEN_BEFORE}, "unknown plan input {', '.join(set(self.given) - {HIDDEN_BEFORE})}")
         result = self.buffers[self.result]
-        require(result.dtype == "f32", "what it gives is not f32")
+        require(result.dtype == "f32", "its main output is not f32")
         require(not self.generates or self.vocab_size == result.columns, "the logits are not as wide as the vocabulary")
 
     def arena_offsets(self, limits: StepSizes) -> tuple[list[int], int]:
-        """Byte offset of each buffer, and the arena's size, with every step size at its limit."""
+        """Computes the byte offset of each buffer and the arena's bytes, with every step size at its limit."""
         slot_bytes = [0] * (1 + max((buffer.slot for buffer in self.buffers), default=-1))
         for buffer in self.buffers:
             slot_bytes[buffer.slot] = max(slot_bytes[buffer.slot], buffer.bytes_at(limits))
@@ -402,7 +450,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return [starts[buffer.slot] for buffer in self.buffers], starts[-1]
 
     def for_code(self, architecture: str) -> "Plan":
-        """Without the launches that this architecture's code does not have."""
+        """Copies the plan without the launches that this architecture's code does not have."""
         calls = tuple(
             msgspec.structs.replace(
                 call,
@@ -413,17 +461,17 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return msgspec.structs.replace(self, calls=calls)
 
     def launches(self) -> list[Launch]:
-        """Of all calls, in order, and what draws from their logits."""
+        """Lists the launches of all calls in order, then the launch that samples from the logits."""
         launches = [launch for call in self.calls for launch in call.launches]
         return [*launches, self.sampling] if self.sampling else launches
 
     def weight_names(self) -> list[str]:
-        """Of the weights that kernels read, each once, in the order of their first use."""
+        """Lists the names of weights that kernels read, each once, in the order of their first use."""
         operands = (operand for call in self.calls for operand in call.operands.values())
         return list(dict.fromkeys(operand.name for operand in operands if isinstance(operand, WeightOperand)))
 
     def with_weights(self, renamed: Callable[[str], str]) -> "Plan":
-        """The same with other names of its weights."""
+        """Copies the plan with its weights renamed."""
         calls = []
         for call in self.calls:
             operands = {
@@ -435,18 +483,22 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     @property
     def paged_caches(self) -> tuple[PagedCache, ...]:
+        """Cache groups of attention."""
         return tuple(group for group in self.caches if isinstance(group, PagedCache))
 
     @property
     def recurrent_states(self) -> tuple[RecurrentState, ...]:
+        """Cache groups of recurrences."""
         return tuple(group for group in self.caches if isinstance(group, RecurrentState))
 
     def kv_dtype(self) -> str:
-        """What attention's planes hold; "bf16" where nothing attends."""
+        """Returns the number type of the KV cache; "bf16" if the model has no attention."""
         return self.paged_caches[0].planes[0].dtype if self.paged_caches else "bf16"
 
     def kv_bytes_per_token(self) -> int:
+        """Computes the bytes of a token in all KV caches."""
         return sum(group.bytes_per_token for group in self.paged_caches)
 
     def state_bytes_per_sequence(self) -> int:
+        """Computes the bytes of a sequence's recurrent states in all layers."""
         return sum(state.bytes_per_sequence for state in self.recurrent_states)

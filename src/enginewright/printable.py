@@ -1,7 +1,7 @@
-"""Texts for terminals, logs and other programs, without what names of files and strangers' texts may have in them.
+"""Makes texts safe for terminals, logs and other programs, whatever file names and other people's texts hold.
 
-A control character moves the cursor or colors the terminal, a line break begins what looks like a line of our own, a
-mark of direction turns what follows around, and half a surrogate pair cannot be written at all.
+A control character moves the cursor or colors the terminal, a line break starts a line that looks like one of ours, a
+direction mark reverses the text after it, and half a surrogate pair cannot be written at all.
 """
 
 import json
@@ -10,19 +10,19 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """One line: every character that cannot be seen is written as an escape, such as \\x1b or \\n."""
+    r"""Makes one line: every invisible character is written as an escape, such as \x1b or \n."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same of each line of a text that has several."""
+    """Makes each line of a text printable."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def printable_values(value: Any) -> Any:
-    """The same of all texts in what JSON could hold, keys included."""
+    """Makes all texts in a JSON value printable, keys included."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -31,7 +31,7 @@ def printable_values(value: Any) -> Any:
 
 
 def printable_json(text: str) -> str:
-    """The same JSON, with what cannot be seen in its texts as JSON's own escapes."""
+    """Rewrites JSON so that invisible characters in its texts are JSON's own escapes."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)

@@ -1,7 +1,7 @@
-"""Opens files that somebody else made, for reading: regular files alone, without waiting, and within a size.
+"""Opens files that somebody else made, for reading: regular files only, without waiting, and with a limit of bytes.
 
-Under a name where a file is expected there may be a FIFO, which would hang the program, a socket, a device, or a sparse
-file that is larger than the memory.
+Where a file is expected there may be a FIFO, which would hang the program, a socket, a device, or a sparse file that is
+larger than the memory.
 """
 
 import errno
@@ -9,14 +9,18 @@ import os
 import stat
 from pathlib import Path
 
-SMALL_FILE_BYTES = 4 << 20  # limit of what people write or keep in one piece: keys, certificates, recipes
+SMALL_FILE_BYTES = 4 << 20  # limit of files that people write by hand: keys, certificates, recipes
 
 
 def open_regular(path: str | Path, *, follow_links: bool = True) -> int:
-    """A descriptor of a regular file, for reading.
+    """Opens a regular file for reading.
 
     Args:
+        path: the file.
         follow_links: False refuses a link as the last part of the path.
+
+    Returns:
+        A descriptor.
 
     Raises:
         OSError: it cannot be opened, or is a folder, a FIFO, a socket or a device.
@@ -34,14 +38,20 @@ def open_regular(path: str | Path, *, follow_links: bool = True) -> int:
 
 
 def read_regular(path: str | Path, limit_bytes: int, *, follow_links: bool = True) -> bytes:
-    """All bytes of a regular file.
+    """Reads all bytes of a regular file.
+
+    Args:
+        path: the file.
+        limit_bytes: bytes that the file may have.
+        follow_links: False refuses a link as the last part of the path.
 
     Raises:
-        OSError: as `open_regular`, or there are more than limit_bytes.
+        OSError: as `open_regular`, or the file has more than limit_bytes.
     """
     with open(open_regular(path, follow_links=follow_links), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(size + 1) if size <= limit_bytes else b""  # one more: it may have grown meanwhile
+        # one byte more shows that the file has grown meanwhile
+        data = file.read(size + 1) if size <= limit_bytes else b""
     if size > limit_bytes or len(data) > limit_bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit_bytes:,} bytes", str(path))
     return data

@@ -1,4 +1,4 @@
-"""Targets: what an engine has code for, and which of it runs on a GPU.
+"""Targets: the platforms and GPU architectures that engines have code for, and the choice of code for a GPU.
 
 A target is `cpu`, or `cuda:` and a GPU architecture: `cuda:sm_80`. `cpu` and `cuda` are platforms, and an
 engine has a plan for each.
@@ -12,8 +12,8 @@ from enginewright.errors import NoCodeForMachineError, UsageError
 
 CPU = "cpu"
 CUDA = "cuda"
-PTX = "ptx"  # in place of an architecture: what the driver compiles where it runs, on any GPU from _PTX_FROM on
-SMS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")  # what GPU kernels are compiled for
+PTX = "ptx"  # in place of an architecture: text that the driver compiles when it loads, on any GPU from _PTX_FROM on
+SMS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")  # architectures that GPU kernels are compiled for
 TARGETS = (CPU, *(f"{CUDA}:{sm}" for sm in (*SMS, PTX)))
 _PTX_FROM = (8, 0)
 _SM = re.compile(r"sm_(?P<major>[0-9]{1,2})(?P<minor>[0-9])(?P<exact>a?)")
@@ -21,17 +21,17 @@ _SM_AS_TYPED = re.compile(r"(?:cuda:)?(?:sm|compute)_?(?P<major>[0-9]{1,2})(?P<m
 
 
 def parse_targets(values: Iterable[str]) -> tuple[str, ...]:
-    """The targets of an engine, in the order of TARGETS, each once.
+    """Parses the targets of an engine, in the order of TARGETS, each once.
 
     Args:
         values: one target or several: "cpu", "cuda:sm_80,sm_90a", "cpu+cuda:sm_80".
 
     Raises:
-        UsageError: one of them is not known.
+        UsageError: a target is unknown.
     """
     found: set[str] = set()
     for value in values:
-        platform = ""  # "cuda:", in words behind one that says so
+        platform = ""  # "cuda:", for the words after one that has it
         for word in re.split(r"[+,]", value.lower()):
             text = word.strip()
             if ":" in text:
@@ -52,7 +52,7 @@ def _known(target: str, text: str) -> str:
 
 
 def _no_kernels(text: str, capability: tuple[int, int]) -> UsageError:
-    """The error for a GPU architecture that is not in SMS, with the one whose code runs on such a GPU."""
+    """Makes the error for a GPU architecture that is not in SMS, with one whose code runs on such a GPU."""
     able = [sm for sm in SMS if _rank(sm, capability) is not None]
     if able:
         return UsageError(
@@ -72,28 +72,28 @@ def _ending_with(text: str) -> list[str]:
 
 
 def platforms_of(targets: Iterable[str]) -> list[str]:
-    """`cpu` and `cuda`, of targets such as `cuda:sm_90a`, each once."""
+    """Lists the platforms, `cpu` and `cuda`, of targets such as `cuda:sm_90a`, each once."""
     return list(dict.fromkeys(target.partition(":")[0] for target in targets))
 
 
 def architectures(targets: Iterable[str]) -> list[str]:
-    """Of GPUs, among targets."""
+    """Lists the GPU architectures among targets."""
     return [target.removeprefix(f"{CUDA}:") for target in targets if target.startswith(f"{CUDA}:")]
 
 
 def choose_code(capability: tuple[int, int], names: Collection[str], engine: str = "the engine") -> str:
-    """Which of an engine's architectures runs on a GPU.
+    """Chooses the architecture of an engine whose code runs on a GPU.
 
-    Code for sm_XY runs on compute capability X.Y and on X.Z above it; sm_XYa on X.Y alone, and is the better one there.
-    PTX is the last resort.
+    Code for sm_XY runs on compute capability X.Y and on X.Z above it. Code for sm_XYa runs on X.Y alone, and is better
+    there. PTX is the last resort.
 
     Args:
-        capability: of the GPU, major and minor.
-        names: what the engine has code for, such as "sm_80".
-        engine: what messages call it.
+        capability: compute capability of the GPU, major and minor.
+        names: architectures that the engine has code for, such as "sm_80".
+        engine: name of the engine in messages.
 
     Raises:
-        NoCodeForMachineError: none does.
+        NoCodeForMachineError: no architecture does.
     """
     fitting = {rank: name for name in names if (rank := _rank(name, capability)) is not None}
     if fitting:
@@ -108,7 +108,7 @@ def choose_code(capability: tuple[int, int], names: Collection[str], engine: str
 
 
 def _rank(name: str, capability: tuple[int, int]) -> tuple[int, int] | None:
-    """How well an architecture fits a GPU, the higher the better; None if its code does not run there."""
+    """Ranks an architecture for a GPU, the highest fits best; None if its code does not run there."""
     if name == PTX:
         return (0, 0) if capability >= _PTX_FROM else None
     match = _SM.fullmatch(name)

@@ -1,4 +1,4 @@
-"""What of a kernel in Triton is compiled: plugins say it, and the builder does it."""
+"""The description of a Triton kernel's specialization: plugins make it, and the builder compiles it."""
 
 import msgspec
 
@@ -6,25 +6,24 @@ import msgspec
 class TritonInstance(msgspec.Struct, frozen=True, tag=True):
     """One kernel in Triton, specialized.
 
-    module, function: where it is. signature: argument → type, in order, as Triton writes them ("*bf16"); pointers are
-    aligned to 16 bytes, but for those in `unaligned`. constants: argument → value, of those that are tl.constexpr. A
-    launch passes the arguments of the signature, then the address of `scratch_bytes` for each block, and a null
-    pointer.
+    A launch passes the arguments of the signature, then the address of `scratch_bytes` for each block, and a null
+    pointer. Pointers are aligned to 16 bytes, but for those in `unaligned`.
     """
 
-    module: str
-    function: str
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, int | bool | float], ...]
-    num_warps: int
-    num_stages: int
-    unaligned: tuple[str, ...] = ()
+    module: str  # module of the kernel
+    function: str  # name of the kernel in it
+    signature: tuple[tuple[str, str], ...]  # argument and its type, in order, as Triton writes them ("*bf16")
+    constants: tuple[tuple[str, int | bool | float], ...]  # argument and its value, for arguments that are tl.constexpr
+    num_warps: int  # warps of a block
+    num_stages: int  # stages of software pipelining
+    unaligned: tuple[str, ...] = ()  # pointers that need not be aligned
 
     @property
     def source(self) -> str:
-        """Relative to the folder of sources."""
+        """Path of the source file, relative to the folder of sources."""
         return f"{self.module.removeprefix('enginewright.csrc.cuda.').replace('.', '/')}.py"
 
     @property
     def expression(self) -> str:
+        """Name of the specialization, as messages show it."""
         return f"{self.function}<{', '.join(f'{name}={value}' for name, value in self.constants)}>"
