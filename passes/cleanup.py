@@ -1,4 +1,4 @@
-"""Removes what nothing reads: nodes, and weights."""
+"""Removes nodes and weights that nothing reads."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,9 @@ from enginewright.passes.pass_manager import PassResult
 
 @dataclass(frozen=True)
 class Cleanup:
-    name: str = "cleanup"
+    """Removes nodes and weights that nothing reads; each removed node counts as a rewrite."""
+
+    name: str = "cleanup"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         before = len(model.graph)

@@ -1,14 +1,19 @@
-"""Writes a graph for people to look at: an ONNX file that names its weights and does not hold them."""
+"""Writes a graph for people to look at: an ONNX file that names its weights without their values."""
 
 from pathlib import Path
 
 import onnx_ir as ir
 
-INLINE_BYTES = 1024  # constants up to this size are worth seeing
+INLINE_BYTES = 1024  # bytes; constants up to this size are written with their values
 
 
 def dump_graph(model: ir.Model, path: Path) -> None:
-    """Write `path`. Weights stand as external data in a file that is not there: nothing is read to write this."""
+    """Writes a graph to `path`, without reading a weight: weights refer to an external file that does not exist.
+
+    Args:
+        model: the graph.
+        path: the ONNX file.
+    """
     shell = model.clone()
     for value in shell.graph.initializers.values():
         tensor = value.const_value

@@ -1,4 +1,4 @@
-"""The first layers of a model, its last norm and its head: a smaller model, which guesses what the whole one says.
+"""Cuts a model down to its first layers, its last norm and its head: a smaller model that proposes draft tokens.
 
 https://arxiv.org/abs/2404.16710
 """
@@ -15,7 +15,11 @@ STATE = re.compile(r"(?:past|present)_\w+\.(?P<layer>\d+)")
 
 
 def first_layers(model: ir.Model, count: int) -> ir.Model:
-    """A copy of a dense graph without the layers above the first `count`. Weights keep their names and values.
+    """Copies a dense graph without the layers above the first `count`. Weights keep their names and values.
+
+    Args:
+        model: the dense graph.
+        count: layers that stay.
 
     Raises:
         UsageError: the model has no more layers than that.
@@ -24,8 +28,8 @@ def first_layers(model: ir.Model, count: int) -> ir.Model:
     ends: list[str] = json.loads(model.metadata_props["enginewright.layer_ends"])
     if not 0 < count < len(ends):
         raise UsageError(
-            f"the model has {len(ends)} layers, and its first {count} were to guess for it",
-            "some, but not all of them can",
+            f"the model has {len(ends)} layers, and its first {count} cannot be its draft",
+            "a draft has some of the layers, but not all",
             f"Take 1 to {len(ends) - 1}." if len(ends) > 1 else "",
         )
     graph, values = model.graph, {value.name: value for node in model.graph for value in node.outputs}
@@ -42,6 +46,6 @@ def first_layers(model: ir.Model, count: int) -> ir.Model:
 
 
 def _is_kept(value: ir.Value, count: int) -> bool:
-    """Whether a graph's input or output is of one of the first layers, or of none."""
+    """Checks if a graph's input or output belongs to one of the first layers, or to no layer."""
     state = STATE.fullmatch(str(value.name))
     return state is None or int(state["layer"]) < count

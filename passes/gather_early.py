@@ -1,4 +1,4 @@
-"""The rows whose logits are wanted are chosen as early as no other row is needed: behind the last attention.
+"""Selects the rows that need logits as early as no other row is needed: right after the last attention.
 
 Gather(f(x, y), rows) becomes f(Gather(x, rows), Gather(y, rows)) for every f that works row by row. A step that reads a
 prompt then computes the last layer's projection and MLP for one row of it, not for all.
@@ -17,14 +17,16 @@ from enginewright.plugins.plugin import CODES
 
 @dataclass(frozen=True)
 class GatherEarly:
-    name: str = "gather_early"
+    """Moves Gather before row-wise ops."""
+
+    name: str = "gather_early"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         return PassResult(sum(_raise(model, gather) for gather in nodes_of(model, "Gather")))
 
 
 def _raise(model: ir.Model, gather: ir.Node) -> int:
-    """Moves a Gather over all that it can be moved over; how many nodes that is."""
+    """Moves a Gather before all nodes that allow it; returns their number."""
     source, rows = gather.inputs
     assert source is not None and rows is not None and source.shape is not None and rows.shape is not None
     if source.is_initializer() or rows.is_initializer() or gather.attributes.get_int("axis", 0) != 0:
@@ -57,7 +59,7 @@ def _raise(model: ir.Model, gather: ir.Node) -> int:
 
 
 def _above(model: ir.Model, gather: ir.Node) -> list[ir.Node]:
-    """The nodes that it can be moved over, the last one first."""
+    """Lists the nodes that the Gather can be moved before, the last one first."""
     staying: set[ir.Node] = set()
     while True:
         above: list[ir.Node] = []
@@ -66,7 +68,7 @@ def _above(model: ir.Model, gather: ir.Node) -> list[ir.Node]:
             movable = read and _by_rows(node) and node not in staying
             if movable and all(only_used_by(value, gather, *above) for value in read):
                 above.append(node)
-        # Rows of codes, which others read as well, cannot be chosen: what reads them stays where it is.
+        # Rows of codes that other nodes read as well cannot be selected, so their readers stay where they are.
         stuck = {
             node
             for node in above
@@ -82,7 +84,7 @@ def _above(model: ir.Model, gather: ir.Node) -> list[ir.Node]:
 
 
 def _by_rows(node: ir.Node) -> bool:
-    """Whether a row of what a node writes depends on that row of what it reads, on weights, and on nothing else."""
+    """Checks if a row of a node's output depends only on the same row of its inputs, and on weights."""
     plugin = plugin_of(node)
     if plugin is not None:
         return plugin.by_rows

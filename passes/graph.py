@@ -1,4 +1,4 @@
-"""Small questions and edits that passes share."""
+"""Queries and edits of graphs that passes share."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,32 +15,52 @@ from enginewright.plugins.plugin import DOMAIN, operand, optional
 
 
 def made_by(value: ir.Value | None, op_type: str, domain: str = "") -> ir.Node | None:
-    """The node that writes a value, if it is of this op."""
+    """Returns the node that writes a value, if it has this op.
+
+    Args:
+        value: a value, or None.
+        op_type: name of the op.
+        domain: domain of the op; "" is ONNX's own.
+    """
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == op_type and node.domain == domain else None
 
 
 def only_used_by(value: ir.Value, *nodes: ir.Node) -> bool:
-    """Whether nobody but these nodes reads a value; a graph output has a reader outside."""
+    """Checks if only these nodes read a value; a graph output has a reader outside.
+
+    Args:
+        value: the value.
+        nodes: its allowed readers.
+    """
     return not value.is_graph_output() and all(user in nodes for user in value.consumers())
 
 
 def nodes_of(model: ir.Model, *op_types: str, domain: str = "") -> Iterator[ir.Node]:
-    """The nodes of these ops, as they are now: the graph may be rewritten meanwhile."""
+    """Yields the nodes of these ops; the graph may be rewritten meanwhile.
+
+    Args:
+        model: the graph.
+        op_types: names of ops.
+        domain: domain of the ops; "" is ONNX's own.
+    """
     for node in tuple(model.graph):
         if node.op_type in op_types and node.domain == domain and node.graph is not None:
             yield node
 
 
 def norms_rows(node: ir.Node) -> bool:
-    """Whether an RMSNormalization is over the last dimension alone, whatever the number of dimensions."""
+    """Checks if an RMSNormalization is over the last dimension only, whatever the number of dimensions."""
     return node.attributes.get_int("axis", -1) == -1
 
 
 def replace(old: Sequence[ir.Node], new: Sequence[ir.Node], values: Sequence[tuple[ir.Value, ir.Value]]) -> None:
-    """New nodes take the place of the first of the old ones; (old, new) values keep the old one's name.
+    """Replaces nodes by others, at the position of the first old one.
 
-    Unlike a value's name, its dtype and shape are the new one's own.
+    Args:
+        old: nodes to remove.
+        new: nodes to insert.
+        values: (old, new) values: the new one takes the old one's name and readers, with its own dtype and shape.
     """
     graph = old[0].graph
     assert graph is not None
@@ -55,48 +75,69 @@ def replace(old: Sequence[ir.Node], new: Sequence[ir.Node], values: Sequence[tup
 def standard(
     op_type: str, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value], name: str, **attributes: int | float
 ) -> ir.Node:
-    """A node of a standard op that writes `outputs`."""
+    """Makes a node of a standard op.
+
+    Args:
+        op_type: name of the op.
+        inputs: its inputs.
+        outputs: values that it writes.
+        name: name of the node.
+        attributes: attributes of the op.
+    """
     converted = [ir.convenience.convert_attribute(*item) for item in attributes.items()]
     return ir.Node("", op_type, inputs, converted, outputs=outputs, name=name)
 
 
 def typed(name: str, dtype: ir.DataType, dims: Sequence[int | ir.SymbolicDim]) -> ir.Value:
+    """Makes a value.
+
+    Args:
+        name: its name.
+        dtype: its number type.
+        dims: its shape.
+    """
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """x weightᵀ (+ bias), found in a graph: MatMul(x, Transpose(weight)), and Add if there is a bias; or the same of
-    several experts, each over its own rows of x: GroupedLinear.
+    """A product x weightᵀ (+ bias) of a graph: MatMul(x, Transpose(weight)), and Add if there is a bias.
+
+    GroupedLinear is one, too: that of several experts, each over its own rows of x.
     """
 
-    x: ir.Value
-    weight: ir.Value  # [N, K], an initializer; of experts, their matrices one behind the other: [E · N, K]
-    bias: ir.Value | None
-    output: ir.Value
+    x: ir.Value  # input, [..., K]
+    weight: ir.Value  # initializer, [N, K]; for experts, their matrices one after another: [E · N, K]
+    bias: ir.Value | None  # initializer, [N], or None
+    output: ir.Value  # output, [..., N]
     nodes: tuple[ir.Node, ...]  # Transpose, MatMul, Add, where the Transpose may have other users; or GroupedLinear
-    # Of experts, while texts stream (passes/streaming.py): where the rows of each start in each text, [E + 1].
+    # For experts while texts stream (passes/streaming.py): first row of each expert in each text, [E + 1].
     starts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def grouped(self) -> bool:
-        """Whether it is a GroupedLinear."""
+        """True if it is a GroupedLinear."""
         return self.nodes[-1].op_type == GROUPED_LINEAR.name
 
     @property
     def experts(self) -> int:
-        """Matrices in the weight."""
+        """Number of matrices in the weight."""
         return experts_of(operand(self.nodes[-1], STARTS)) if self.grouped else 1
 
     def rows_of(self, expert: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of what the layer reads in each text, what one expert reads."""
+        """Selects the rows of the layer's inputs that one expert reads.
+
+        Args:
+            expert: index of the expert.
+            inputs: input of the layer in each text, [tokens, K].
+        """
         if not self.starts:
             return list(inputs)
         return [x[starts[expert] : starts[expert + 1]] for x, starts in zip(inputs, self.starts, strict=True)]
 
 
 def linears_of(model: ir.Model) -> Iterator[LinearLayer]:
-    """All linear layers; a layer whose weight is another's, too, as often as it is one."""
+    """Yields all linear layers; layers that share a weight are yielded once each."""
     for node in nodes_of(model, "MatMul"):
         if (linear := linear_of(node.outputs[0])) is not None:
             yield linear
@@ -106,7 +147,7 @@ def linears_of(model: ir.Model) -> Iterator[LinearLayer]:
 
 
 def linear_of(output: ir.Value | None) -> LinearLayer | None:
-    """The linear layer that writes a value, if one does."""
+    """Returns the linear layer that writes a value, if one does."""
     if output is not None and (node := made_by(output, GROUPED_LINEAR.name, DOMAIN)) is not None:
         return LinearLayer(operand(node, 0), operand(node, 1), optional(node, 2), output, (node,))
     add = made_by(output, "Add")
@@ -130,7 +171,7 @@ def linear_of(output: ir.Value | None) -> LinearLayer | None:
 
 
 def head_of(model: ir.Model) -> LinearLayer | None:
-    """The linear layer that makes logits; None in an embedding model."""
+    """Returns the linear layer that makes logits; None in an embedding model."""
     logits: ir.Value | None = next((value for value in model.graph.outputs if value.name == "logits"), None)
     if logits is None:
         return None

@@ -1,4 +1,4 @@
-"""Runs passes one after the other, and checks the graph after each."""
+"""Runs passes one after another, and checks the graph after each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,25 @@ from enginewright.plugins import plugin_of
 
 @dataclass(frozen=True)
 class PassResult:
-    """rewrites: how often the pass changed the graph. refusals: why it did not where it might have, a sentence each.
-    notes: what people should know of the engine, one for each weight or other thing that it is true of.
-    """
+    """The result of a pass."""
 
-    rewrites: int
-    refusals: tuple[str, ...] = ()
+    rewrites: int  # number of changes to the graph
+    refusals: tuple[str, ...] = ()  # reasons why a place that looked fit was left as it was, a sentence each
+    # facts about the engine that users should know, one for each weight or other thing that it is true of
     notes: tuple[str, ...] = ()
 
 
 class Pass(Protocol):
-    """Graph → graph, in place. name: as tables and dumped files call it."""
+    """A rewrite of a graph, in place."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the pass in tables and dumped files."""
+        ...
 
-    def __call__(self, model: ir.Model) -> PassResult: ...
+    def __call__(self, model: ir.Model) -> PassResult:
+        """Rewrites the graph in place."""
+        ...
 
 
 def run_passes(
@@ -39,14 +42,19 @@ def run_passes(
     dump_graphs: Path | None = None,
     watch: Callable[[Pass, ir.Model], None] | None = None,
 ) -> dict[str, PassResult]:
-    """Run passes in order; the results by name (a pass that runs twice is counted twice under one name).
+    """Runs passes in order.
 
     Args:
+        model: the graph, which is changed in place.
+        passes: the passes.
         dump_graphs: a folder for one ONNX file a pass, without weights: `00-imported.onnx`, `01-cleanup.onnx`, …
         watch: called before each pass.
 
+    Returns:
+        Results by the passes' names; those of a pass that runs twice are added up.
+
     Raises:
-        EngineError: a pass left a graph that is none; the message names the pass and the node.
+        EngineError: a pass left an invalid graph; the message names the pass and the node.
     """
     results: dict[str, PassResult] = {}
     if dump_graphs is not None:
@@ -61,16 +69,18 @@ def run_passes(
             raise EngineError(f"the pass {each.name} left a broken graph", str(error), "Please report this.") from error
         if dump_graphs is not None:
             dump_graph(model, dump_graphs / f"{index:02d}-{each.name}.onnx")
-        before = results.get(each.name, PassResult(0))
+        earlier = results.get(each.name, PassResult(0))
         results[each.name] = PassResult(
-            before.rewrites + result.rewrites, before.refusals + result.refusals, before.notes + result.notes
+            earlier.rewrites + result.rewrites, earlier.refusals + result.refusals, earlier.notes + result.notes
         )
     return results
 
 
 def check_graph(model: ir.Model) -> None:
-    """Every value is written once and before it is read, typed and shaped, and has a name of its own; every op is
-    known; those of ours fit their schema, and their outputs are what it infers.
+    """Checks that a graph is valid.
+
+    Every value is written once and before it is read, typed and shaped, and has a name of its own. Every op is known;
+    ours fit their schemas, and their outputs have the types and shapes that these infer.
 
     Raises:
         EngineError: the first node that breaks this.
@@ -88,12 +98,12 @@ def check_graph(model: ir.Model) -> None:
         plugin = plugin_of(node)
         if plugin is not None:
             plugin.check(node)
-            written = [_said(value.dtype, value.shape) for value in node.outputs]
-            inferred = [_said(dtype, ir.Shape(dims)) for dtype, dims in plugin.infer(node)]
+            written = [_signature(value.dtype, value.shape) for value in node.outputs]
+            inferred = [_signature(dtype, ir.Shape(dims)) for dtype, dims in plugin.infer(node)]
             if written != inferred:
                 raise EngineError(f"node {node.name} writes {', '.join(written)}", f"not {', '.join(inferred)}")
         elif node.domain or not onnx.defs.has(node.op_type, opset, ""):
-            raise EngineError(f"node {node.name} is of an unknown op {node.domain}.{node.op_type}")
+            raise EngineError(f"node {node.name} has an unknown op {node.domain}.{node.op_type}")
         for value in node.outputs:
             if value.dtype is None or value.shape is None:
                 raise EngineError(f"node {node.name} writes {value.name}", "whose type or shape is not known")
@@ -103,8 +113,8 @@ def check_graph(model: ir.Model) -> None:
             known.add(value)
     for value in graph.outputs:
         if value not in known:
-            raise EngineError(f"the graph gives {value.name}", "which nothing writes")
+            raise EngineError(f"the graph outputs {value.name}", "which nothing writes")
 
 
-def _said(dtype: ir.DataType | None, shape: ir.Shape | None) -> str:
+def _signature(dtype: ir.DataType | None, shape: ir.Shape | None) -> str:
     return f"{dtype} {shape}"

@@ -27,12 +27,20 @@ from enginewright.plugins import plugin_of
 from enginewright.plugins.registry import STANDARD_KERNELS
 from enginewright.plugins.target import CPU_TARGET, Target
 
-VIEWS = ("Split", "Reshape", "Concat")  # ops that a lowering makes no kernel of
+VIEWS = ("Split", "Reshape", "Concat")  # ops that are lowered to views, without a kernel
 
 
 def pipeline(
     quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibration | None = None, target: Target = CPU_TARGET
 ) -> list[Pass]:
+    """Lists all passes of a build, in order.
+
+    Args:
+        quant: quantization method.
+        kv_dtype: dtype of the KV cache.
+        calibration: texts, for methods that need them; None: their choices are left out.
+        target: target of the first graph.
+    """
     return [
         # Standard ONNX, one dense sequence.
         Cleanup(),
@@ -40,14 +48,25 @@ def pipeline(
         FuseQkv(),
         FuseStateProjections(),
         FuseGateUp(),
-        # Formats of weights and activations. What sees activations does so in standard ops.
-        *(quant.foresee() if quant.calibrated and calibration is None else quant.prepare(calibration or Calibration())),
+        # Formats of weights and activations. Passes that observe activations run on standard ops.
+        *(
+            quant.plan_without_data()
+            if quant.calibrated and calibration is None
+            else quant.prepare(calibration or Calibration())
+        ),
         *for_target(quant, kv_dtype, target),
     ]
 
 
 def for_target(quant: QuantConfig, kv_dtype: str, target: Target, hidden: ShowHidden | None = None) -> list[Pass]:
-    """The rest, which depends on the target. hidden: what is shown to those who guess, if anything."""
+    """Lists the passes that depend on the target, in order.
+
+    Args:
+        quant: quantization method.
+        kv_dtype: dtype of the KV cache.
+        target: the target.
+        hidden: pass that adds hidden states as an output, for heads that propose draft tokens; None: no such output.
+    """
     return [
         FuseResidualNorm(),
         *((hidden,) if hidden else ()),
@@ -71,12 +90,20 @@ def run_pipeline(
     keep: Callable[[ir.Model], None] | None = None,
     target: Target = CPU_TARGET,
 ) -> tuple[ir.Model, dict[str, PassResult]]:
-    """A dense graph to one that has only ops with kernels (and views); the model is changed in place.
+    """Turns a dense graph into one that has only ops with kernels (and views); the model is changed in place.
 
     Args:
-        calibration: texts, for methods that need them; without any, there is a plan of the same sizes and no more.
-        keep: given a copy of the last graph that can be streamed; its linear layers are those that are quantized, and
-            `run_for_target` takes it.
+        model: the dense graph.
+        quant: quantization method.
+        dump_graphs: a folder for one ONNX file a pass; None writes none.
+        kv_dtype: dtype of the KV cache.
+        calibration: texts, for methods that need them; without them the plan has the same sizes, but no useful codes.
+        keep: called with a copy of the last graph that can be streamed; its linear layers are those that are quantized,
+            and `run_for_target` takes it.
+        target: the target.
+
+    Returns:
+        The model, and results of the passes by name.
 
     Raises:
         EngineError: an op is left that no target has a kernel for.
@@ -99,7 +126,22 @@ def run_for_target(
     kv_dtype: str = "bf16",
     hidden: ShowHidden | None = None,
 ) -> ir.Model:
-    """The same for another target, or with hidden states, from the dense graph on; that is changed in place."""
+    """Turns a dense graph of `run_pipeline`'s `keep` into one for another target, or with hidden states, in place.
+
+    Args:
+        dense: the dense graph.
+        quant: quantization method.
+        target: the target.
+        dump_graphs: a folder for one ONNX file a pass; None writes none.
+        kv_dtype: dtype of the KV cache.
+        hidden: pass that adds hidden states as an output; None: no such output.
+
+    Returns:
+        The model.
+
+    Raises:
+        EngineError: an op is left that no target has a kernel for.
+    """
     _check_kernels(dense, run_passes(dense, for_target(quant, kv_dtype, target, hidden), dump_graphs))
     return dense
 
@@ -108,12 +150,12 @@ def _check_kernels(model: ir.Model, results: Mapping[str, PassResult]) -> None:
     for node in model.graph:
         if not _has_kernel(node):
             refusals = [refusal for result in results.values() for refusal in result.refusals]
-            why = " ".join(refusals[:3]) or "no pass took it up"
+            why = " ".join(refusals[:3]) or "no pass matched it"
             raise EngineError(f"node {node.name} ({node.op_type}) has no kernel", why, "Please report this.")
 
 
 def _has_kernel(node: ir.Node) -> bool:
-    """Whether some target runs a node, or a lowering makes views of it."""
+    """Checks if some target runs a node, or it is lowered to views."""
     plugin = plugin_of(node)
     if plugin is not None:
         return bool(plugin.kernels)

@@ -1,4 +1,4 @@
-"""Hidden states of all tokens become an output of the graph: what heads guess from."""
+"""Makes hidden states of all tokens an output of the graph, for heads that propose draft tokens."""
 
 import json
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from enginewright.plugins.plugin import dims_of, width_of
 
 @dataclass(frozen=True)
 class ShowHidden:
-    """layers: the states behind the first so many layers, those of several side by side. () are the states behind the
-    last norm, which the model's head reads.
-    """
+    """Adds the output HIDDEN to a graph."""
 
+    # numbers of layers whose states are the output, side by side: 3 is the state after the first three layers; (): the
+    # state after the last norm, which the model's head reads
     layers: tuple[int, ...] = ()
-    name: str = "show_hidden"
+    name: str = "show_hidden"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         head = head_of(model)
-        assert head is not None, "a model that writes no text is asked for hidden states"
+        assert head is not None, "a model that writes no text has no hidden states to show"
         shown = head.x
         if self.layers:
             ends: list[str] = json.loads(model.metadata_props["enginewright.layer_ends"])

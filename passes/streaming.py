@@ -1,6 +1,6 @@
-"""Runs a dense graph on texts, node after node: a weight is read when its node runs, and is gone behind it.
+"""Runs a dense graph on texts, node by node: a weight is read when its node runs, and freed after it.
 
-What calibration and the quality gate see of a model. No more than one weight and the activations that are still wanted
+Calibration and the quality gate see a model this way. No more than one weight and the activations that later nodes read
 are in memory, whatever the model's size. Each text is computed by one thread and by itself, so that results depend
 neither on the number of threads nor on the other texts.
 """
@@ -22,59 +22,77 @@ from enginewright.passes.weights import RowReader, open_rows, read, shape_of
 from enginewright.plugins.experts.grouped_linear import GROUPED_LINEAR, STARTS
 from enginewright.plugins.plugin import operand
 
-HEAD_ROWS = 8192  # of the vocabulary, of which logits are computed at once
+HEAD_ROWS = 8192  # rows of the vocabulary whose logits are computed at once
 
 
 @dataclass(frozen=True)
-class Other:
-    """How a linear layer is computed in one text: weight · rounded(x), with its own weight or another one."""
+class Substitute:
+    """A replacement of a linear layer for one text: weight · rounded(x), with its own weight or another one."""
 
-    rounded: Callable[[torch.Tensor], torch.Tensor]
-    weight: RowReader | None = None
+    rounded: Callable[[torch.Tensor], torch.Tensor]  # rounds the layer's input
+    weight: RowReader | None = None  # reader of the weight; None is the layer's own
 
 
-Instead = Mapping[int, Other]  # by text
+Replacements = Mapping[int, Substitute]  # text → replacement
 
 
 class Visit(Protocol):
-    def __call__(self, linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Instead | None:
-        """Sees a linear layer before it is computed, and what it reads in each text, [tokens, K]; of experts the rows
-        of all of them, and where each one's start (`linear.starts`).
+    """A function that sees the linear layers while texts stream."""
 
-        If it gives the weight another value (`linear.weight.const_value`), the layer is computed with that. What it
-        returns for a text says how the layer is computed there.
+    def __call__(self, linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Replacements | None:
+        """Sees a linear layer before it is computed, and may replace it.
+
+        If it gives the weight another value (`linear.weight.const_value`), the layer is computed with that.
+
+        Args:
+            linear: the layer.
+            inputs: input of the layer in each text, [tokens, K]; for experts the rows of all of them, where
+                `linear.starts` has each one's first row.
+
+        Returns:
+            Replacements of the layer for some of the texts; None is none.
         """
 
 
 class Streamed:
-    """Texts that were computed up to the head; logits are, when they are asked for."""
+    """Texts that are computed up to the head; logits are computed on demand."""
 
-    def __init__(self, head: LinearLayer | None, behind: Sequence[ir.Node], hidden: Sequence[torch.Tensor]) -> None:
-        """behind: the nodes that make logits of what the head gives. hidden: what it reads, [1, tokens, K] a text; or,
-        of an embedding model, what that gives, [1, 1, W].
+    def __init__(self, head: LinearLayer | None, tail: Sequence[ir.Node], hidden: Sequence[torch.Tensor]) -> None:
+        """Keeps the inputs of the head.
+
+        Args:
+            head: the head; None in an embedding model.
+            tail: nodes that make logits from the head's output.
+            hidden: the head's input, [1, tokens, K] for each text; the output [1, 1, W] of an embedding model.
         """
-        self._behind, self._hidden = behind, hidden
+        self._tail, self._hidden = tail, hidden
         if head is None:
             return
         rows, reader = shape_of(head.weight)[0], open_rows(head.weight)
         self._table = [_compact(reader(begin, min(begin + HEAD_ROWS, rows))) for begin in range(0, rows, HEAD_ROWS)]
 
     def embedded(self) -> list[torch.Tensor]:
-        """Of each text, FLOAT [W]: for models that embed."""
+        """Returns the vector of each text, FLOAT [W], of an embedding model."""
         return [each[0, 0] for each in self._hidden]
 
     @torch.inference_mode()
     def logits(self, text: int, begin: int, end: int) -> torch.Tensor:
-        """FLOAT [end - begin, vocab]: of these positions of a text."""
+        """Computes logits, FLOAT [end - begin, vocab].
+
+        Args:
+            text: index of the text.
+            begin: first position.
+            end: position after the last one.
+        """
         x = self._hidden[text][:, begin:end]
         value = torch.cat([F.linear(x, rows.float()) for rows in self._table], dim=-1)
-        for node in self._behind:
+        for node in self._tail:
             (value,) = compute_of(node)(node, value, *(_shared(node, extra) for extra in node.inputs[1:]))
         return value[0]
 
 
-def one_thread_each(threads: int) -> ThreadPoolExecutor:
-    """Threads in each of which torch computes with one: results do not depend on how many they are."""
+def single_threaded_pool(threads: int) -> ThreadPoolExecutor:
+    """Starts threads in each of which torch uses one: results do not depend on their number."""
     return ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
@@ -87,20 +105,21 @@ def stream(
     round_for_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     compute_of: Callable[[ir.Node], Compute] = compute_of,
 ) -> Streamed:
-    """Compute texts, each from its first position.
+    """Computes texts, each from its first position.
 
     Args:
-        model: a dense graph in standard ops, with none of ours but those that importers write.
-        texts: token ids. visit: called at every linear layer but the head.
-        threads: that compute texts, each with one of torch's.
-        round_for_head: what the head reads of its input.
-        compute_of: what computes a node.
+        model: a dense graph of standard ops and of our ops that importers write.
+        texts: token ids.
+        visit: called at every linear layer but the head.
+        threads: number of threads that compute texts, each with one of torch's.
+        round_for_head: rounds the input of the head.
+        compute_of: returns the function that computes a node.
 
     Raises:
-        EngineError: a node is of an op that is not known here.
+        EngineError: an op is unknown here.
     """
     head = head_of(model)
-    nodes, behind = _divided(model, head)
+    nodes, tail = _divided(model, head)
     wanted = Counter(value for node in nodes for value in node.inputs)
     result = model.graph.outputs[0] if head is None else head.x
     wanted[result] += 1
@@ -113,11 +132,11 @@ def stream(
     values: dict[ir.Value | None, Sequence[object]] = {
         value: given[value.name] for value in model.graph.inputs if value.name in given
     }
-    with one_thread_each(threads) as pool:
+    with single_threaded_pool(threads) as pool:
         for node in nodes:
             grouped = node.op_type == GROUPED_LINEAR.name
             linear = linear_of(node.outputs[0]) if node.op_type == "MatMul" or grouped else None
-            instead: Instead = {}
+            instead: Replacements = {}
             if linear is not None:
                 inputs = cast(list[torch.Tensor], values[linear.x])
                 if grouped:
@@ -144,22 +163,24 @@ def stream(
                 if not wanted[value]:
                     values.pop(value, None)
     hidden = cast(list[torch.Tensor], values[result])
-    return Streamed(head, behind, [round_for_head(x) for x in hidden] if round_for_head else hidden)
+    return Streamed(head, tail, [round_for_head(x) for x in hidden] if round_for_head else hidden)
 
 
 def _call(compute: Compute, *operands: object) -> tuple[torch.Tensor, ...]:
-    with torch.inference_mode():  # of this thread
+    with torch.inference_mode():  # the mode belongs to a thread
         return compute(*operands)
 
 
-def _linear(other: Other, node: ir.Node, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (F.linear(other.rounded(x), weight if other.weight is None else other.weight(0, len(weight))),)
+def _linear(substitute: Substitute, node: ir.Node, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (
+        F.linear(substitute.rounded(x), weight if substitute.weight is None else substitute.weight(0, len(weight))),
+    )
 
 
 def _grouped(
-    linear: LinearLayer, inputs: Sequence[torch.Tensor], instead: Instead, pool: ThreadPoolExecutor
+    linear: LinearLayer, inputs: Sequence[torch.Tensor], instead: Replacements, pool: ThreadPoolExecutor
 ) -> list[torch.Tensor]:
-    """Experts, one after the other, so that a weight is read once for all texts, and one expert's at a time."""
+    """Computes experts one after another, so that each weight is read once for all texts, one at a time."""
     reader, experts = open_rows(linear.weight), linear.experts
     rows, epilogue = shape_of(linear.weight)[0] // experts, linear.nodes[-1].attributes["epilogue"].as_string()
     biases = None if linear.bias is None else read(linear.bias).view(experts, rows)
@@ -173,7 +194,7 @@ def _grouped(
         )
 
         def compute(text: int, expert: int = expert, shared: torch.Tensor | None = shared) -> torch.Tensor:
-            with torch.inference_mode():  # of this thread
+            with torch.inference_mode():  # the mode belongs to a thread
                 weight = instead[text].weight if text in instead else None
                 matrix = shared if weight is None else weight(expert * rows, (expert + 1) * rows)
                 assert matrix is not None
@@ -188,23 +209,23 @@ def _grouped(
 
 
 def _divided(model: ir.Model, head: LinearLayer | None) -> tuple[list[ir.Node], list[ir.Node]]:
-    """The nodes in front of the head, without transpositions of weights; and those that make logits of its output."""
+    """Splits the nodes: those before the head, without transpositions of weights, and those after it."""
     before: list[ir.Node] = []
-    behind: list[ir.Node] = []
+    tail: list[ir.Node] = []
     if head is None:
         return [node for node in model.graph if node.op_type != "Transpose"], []
     logits = {head.output}
     for node in model.graph:
         if logits.intersection(value for value in node.inputs if value is not None):
-            behind.append(node)
+            tail.append(node)
             logits.update(node.outputs)
         elif node.op_type != "Transpose" and node not in head.nodes:
             before.append(node)
-    return before, behind
+    return before, tail
 
 
 def _shared(node: ir.Node, value: ir.Value | None) -> torch.Tensor | RowReader | None:
-    """An operand that is the same in every text: a weight, as it is stored; that of a Gather by rows."""
+    """Returns an operand that all texts share: a weight as it is stored, or a reader of rows for a Gather."""
     if value is None or value.is_graph_input():  # a past, which is empty
         return None
     transpose = made_by(value, "Transpose")
@@ -214,6 +235,6 @@ def _shared(node: ir.Node, value: ir.Value | None) -> torch.Tensor | RowReader |
 
 
 def _compact(rows: torch.Tensor) -> torch.Tensor:
-    """As BFLOAT16 where nothing is lost by it, which is so of what checkpoints hold."""
+    """Converts to BFLOAT16 where that loses nothing, as is so for most checkpoints."""
     small = rows.bfloat16()
     return small if small.float().equal(rows) else rows

@@ -1,4 +1,4 @@
-"""Computed weights on disk until they are packed, so that memory holds none of them."""
+"""Stores computed weights on disk until they are packed, so that memory holds none of them."""
 
 import os
 import tempfile
@@ -14,20 +14,27 @@ from enginewright.passes.weights import Output, RowReader, RowsTensor
 
 
 class TemporaryTensors:
-    """One temporary file without a name: it is gone when nobody can read from it any more, however that comes."""
+    """A temporary file without a name: it is gone when its last reader is closed, or the process dies."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: on the disk that has the room; None is the system's for temporary files.
+        """Creates the file.
+
+        Args:
+            folder: a folder on a disk with enough space; None is the system's folder for temporary files.
 
         Raises:
-            EngineError: no file can be made there.
+            EngineError: no file can be created there.
         """
         self._folder = folder or Path(tempfile.gettempdir())
         with self._writing():
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (whoever reads it keeps it open)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (its readers keep it open)
 
     def add(self, output: Output, values: torch.Tensor) -> ir.Value:
-        """The initializer of some values, which are on disk from here on.
+        """Writes values to the file and returns an initializer that reads them from there.
+
+        Args:
+            output: name, dtype and shape of the initializer.
+            values: its values.
 
         Raises:
             EngineError: the disk is full.
@@ -56,5 +63,5 @@ class TemporaryTensors:
         except OSError as error:
             why = error.strerror or str(error)
             raise EngineError(
-                f"weights cannot wait in {self._folder}", why, "Make room there, and build again."
+                f"weights cannot be stored in {self._folder}", why, "Make space there, and build again."
             ) from error

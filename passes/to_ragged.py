@@ -1,13 +1,12 @@
-"""The one switch of dialect: from one dense sequence [1, T] with past and present to packed tokens [tokens] of many
-sequences over KV pools.
+"""Converts a dense graph [1, T] with past and present to packed tokens of many sequences over KV pools.
 
-Inputs afterwards, INT32: tokens, positions, token_types [tokens]; query_start [sequences + 1]; kv_len [sequences];
-logit_rows [logit_rows]; first_rows [sequences], each text's first token; for each KV group g, slots.<g> [tokens] and
-block_table.<g> [sequences, kv_blocks]; for each group of recurrent states, which follow the KV groups, state_slots.<g>
-[sequences]. For each layer, in and out: key_pool.<layer>, value_pool.<layer> [slots.<g>, kv_heads, head_dim], as
-plugins/attention/kv_write.py has them, or its states by their names, such as conv_pool.<layer>, [state_slots.<g>, …].
-Output: logits [logit_rows, V]; of an embedding model a row for each text. Hidden states are FLOAT [tokens, columns],
-in or out.
+This is the only change of dialect. Inputs afterwards, INT32: tokens, positions, token_types [tokens]; query_start
+[sequences + 1]; kv_len [sequences]; logit_rows [logit_rows]; first_rows [sequences], each text's first token; for each
+KV group g, slots.<g> [tokens] and block_table.<g> [sequences, kv_blocks]; for each group of recurrent states, which
+follow the KV groups, state_slots.<g> [sequences]. For each layer, in and out: key_pool.<layer>, value_pool.<layer>
+[slots.<g>, kv_heads, head_dim], as in plugins/attention/kv_write.py, or its states by their names, such as
+conv_pool.<layer>, [state_slots.<g>, …]. Output: logits [logit_rows, V]; of an embedding model a row for each text.
+Hidden states are FLOAT [tokens, columns], as inputs or outputs.
 """
 
 import json
@@ -43,9 +42,11 @@ TOKENS, SEQUENCES, LOGIT_ROWS = (ir.SymbolicDim(name) for name in ("tokens", "se
 
 @dataclass(frozen=True)
 class ToRagged:
-    kv_dtype: str = "bf16"  # what the KV pools hold, one of `STORED`
-    target: Target = CPU_TARGET
-    name: str = "to_ragged"
+    """Rewrites a dense graph for packed tokens."""
+
+    kv_dtype: str = "bf16"  # dtype of the KV pools, one of `STORED`
+    target: Target = CPU_TARGET  # target, which decides the dtype of queries
+    name: str = "to_ragged"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         stored = STORED[self.kv_dtype]
@@ -54,12 +55,14 @@ class ToRagged:
 
 @dataclass
 class _Switch:
-    model: ir.Model
-    stored: ir.DataType
-    queries: ir.DataType
-    inputs: dict[str, ir.Value] = field(default_factory=dict)
-    pools: list[ir.Value] = field(default_factory=list)
-    written: list[ir.Value] = field(default_factory=list)
+    """One run of the pass over a model."""
+
+    model: ir.Model  # the graph
+    stored: ir.DataType  # dtype of the KV pools
+    queries: ir.DataType  # dtype of queries
+    inputs: dict[str, ir.Value] = field(default_factory=dict)  # name → new input
+    pools: list[ir.Value] = field(default_factory=list)  # pools, as inputs
+    written: list[ir.Value] = field(default_factory=list)  # pools, as outputs
 
     def run(self) -> int:
         graph = self.model.graph
@@ -89,8 +92,8 @@ class _Switch:
             self._pool(node)
         if not pools:
             self._choose_rows()
-        given = [value for value in graph.inputs if value.name == HIDDEN_BEFORE]
-        graph.inputs[:] = [*self.inputs.values(), *given, *self.pools]
+        hidden_before = [value for value in graph.inputs if value.name == HIDDEN_BEFORE]
+        graph.inputs[:] = [*self.inputs.values(), *hidden_before, *self.pools]
         results = [value for value in graph.outputs if value.name in ("logits", HIDDEN, *RESULTS)]
         graph.outputs[:] = [*results, *self.written]
         return len(attentions) + len(latent) + len(recurrences)
@@ -101,10 +104,10 @@ class _Switch:
         return self.inputs[name]
 
     def _pack_shapes(self, pooled: ir.SymbolicDim) -> None:
-        """[1, T, …] becomes [tokens, …], [1, S, …] [pooled, …], and so do the shapes that reshapes are given."""
+        """Replaces [1, T, …] by [tokens, …] and [1, S, …] by [pooled, …], also in the shapes of reshapes."""
         packed = {"T": TOKENS, "S": pooled}
-        given = [value for value in self.model.graph.inputs if value.name == HIDDEN_BEFORE]
-        for values in (given, *(node.outputs for node in self.model.graph)):
+        hidden_before = [value for value in self.model.graph.inputs if value.name == HIDDEN_BEFORE]
+        for values in (hidden_before, *(node.outputs for node in self.model.graph)):
             for value in values:
                 assert value.shape is not None, value.name
                 dims = value.shape.dims
@@ -124,13 +127,20 @@ class _Switch:
 
     def _rotary(self, node: ir.Node) -> None:
         if len(node.inputs) > 3 or node.attributes.get_int("interleaved", 0) != 0:
-            raise EngineError(f"{node.name} rotates neighbours or looks positions up", "Rope does neither")
+            raise EngineError(f"{node.name} rotates adjacent columns or looks positions up", "Rope does neither")
         rope = ROPE.node(node.inputs[:3], heads=node.attributes["num_heads"].as_int())
         rope.name = node.name
         replace([node], [rope], [(node.outputs[0], rope.outputs[0])])
 
     def _attention(self, node: ir.Node, layer: int, group: int, reads: bool = False) -> None:
-        """layer: whose keys and values they are. reads: whether another attention writes them."""
+        """Replaces a dense attention by KvWrite and PagedAttention.
+
+        Args:
+            node: the attention.
+            layer: layer whose keys and values it reads.
+            group: KV group of that layer.
+            reads: True if another attention writes them.
+        """
         q, k, v, *masks = node.inputs[:4] if node.op_type == "Attention" else node.inputs[:3]
         sinks = node.inputs[5:] if node.op_type == "WindowAttention" else ()
         assert q is not None and q.shape is not None
@@ -183,8 +193,8 @@ class _Switch:
     def _latent_attention(self, node: ir.Node, layer: int, group: int) -> None:
         if self.stored != ir.DataType.BFLOAT16:
             raise UsageError(
-                f"{node.name} keeps latent vectors, which are stored as bf16 alone",
-                "what all heads expand their keys and values from is too dear to be rounded further",
+                f"{node.name} caches latent vectors, which are stored as bf16 only",
+                "all heads expand keys and values from them, so further rounding would cost too much quality",
                 "Leave --kv-cache-dtype out.",
             )
         q, q_rope, c, k_rope, cos, sin, past = node.inputs
@@ -214,7 +224,7 @@ class _Switch:
         replace([node], [write, attend], [(node.outputs[0], attend.outputs[0])])
 
     def _tables(self, group: int) -> list[ir.Value]:
-        """How sequences lie in a step, and in the pools of a group."""
+        """Returns the inputs that place sequences in a step and in the pools of a group."""
         return [
             self._input("query_start", ir.SymbolicDim("sequences + 1")),
             self._input("kv_len", SEQUENCES),
@@ -222,7 +232,7 @@ class _Switch:
         ]
 
     def _recurrence(self, node: ir.Node, groups: Mapping[int, int]) -> int | None:
-        """An op with a state gets the pool of all states in the place of its past; whose layer's it is."""
+        """Gives an op with a state the pool of all states in place of its past; returns the op's layer."""
         plugin = plugin_of(node)
         if plugin is None or plugin.inputs[-len(STATE_INPUTS) :] != STATE_INPUTS:
             return None
@@ -230,7 +240,7 @@ class _Switch:
         past = node.inputs[place]
         assert past is not None and past.shape is not None and past.dtype is not None
         found = PAST_STATE.fullmatch(str(past.name))
-        assert found is not None, f"{past.name} is no past"
+        assert found is not None, f"{past.name} is not the name of a past"
         group = groups[int(found["layer"])]
         dims = (ir.SymbolicDim(f"state_slots.{group}"), *past.shape.dims[1:])
         pool = typed(f"{found['part']}_pool.{found['layer']}", past.dtype, dims)
@@ -252,7 +262,7 @@ class _Switch:
         return int(found["layer"])
 
     def _pool(self, node: ir.Node) -> None:
-        """A row of each text that ends in the step, or, where it takes all of them, of each that is in it."""
+        """Replaces a Pool by rows of texts that end in the step, or by means of all texts that are in it."""
         x, pooling = node.inputs[0], node.attributes["pooling"].as_string()
         assert x is not None and x.dtype is not None and x.shape is not None
         if pooling == "mean":
@@ -265,7 +275,7 @@ class _Switch:
         replace([node], [standard("Gather", [x, rows], [chosen], str(node.name), axis=0)], [(node.outputs[0], chosen)])
 
     def _choose_rows(self) -> None:
-        """Logits of the wanted rows alone."""
+        """Computes logits of the requested rows only."""
         logits = next(value for value in self.model.graph.outputs if value.name == "logits")
         assert logits.dtype is not None and logits.shape is not None
         logits.name = "logits.all"
@@ -276,11 +286,11 @@ class _Switch:
 
 
 def _rows_of(pools: Sequence[ir.Node]) -> ir.SymbolicDim:
-    """Of what is pooled: a text's last row may be that of a chunk, which is wanted for the last chunk alone."""
+    """Returns the dimension of pooled rows: a chunk has a last row, too, which only the text's last chunk pools."""
     return LOGIT_ROWS if any(node.attributes["pooling"].as_string() == "last" for node in pools) else SEQUENCES
 
 
 def _layer(node: ir.Node) -> int:
-    """The layer of a dense attention, from the name of its past."""
+    """Returns the layer of a dense attention, from the name of its past."""
     past = next(value for value in node.inputs if value is not None and str(value.name).startswith("past_"))
     return int(str(past.name).split(".")[1])

@@ -1,4 +1,4 @@
-"""The ops of a dense graph in torch, in fp32: those that importers write, and no others."""
+"""The ops of a dense graph in torch, in fp32: only those that importers write."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from enginewright.errors import EngineError
 from enginewright.plugins.elementwise.gather_columns import LACKING
-from enginewright.plugins.experts.route import LEAST_SUM
+from enginewright.plugins.experts.route import MIN_SUM
 from enginewright.plugins.gemm.gemm import CLAMPED_LIMIT, CLAMPED_SLOPE
 from enginewright.plugins.plugin import DOMAIN, float_of, int_of
 
@@ -18,26 +18,26 @@ Compute = Callable[..., tuple[torch.Tensor, ...]]  # (node, *inputs) → outputs
 
 
 def compute_of(node: ir.Node) -> Compute:
-    """What computes a node.
+    """Returns the function that computes a node.
 
     Raises:
-        EngineError: its op is not known.
+        EngineError: the op is unknown.
     """
     known = _OPS.get((node.domain, node.op_type))
     if known is None:
         raise EngineError(
-            f"node {node.name} ({node.op_type}) is of no op that can be streamed", "", "Please report this."
+            f"node {node.name} ({node.op_type}) has an op that cannot be streamed", "", "Please report this."
         )
     return known
 
 
 def _linear(node: ir.Node, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """MatMul with a transposed weight [N, K], which is given as it is stored."""
+    """Multiplies with a transposed weight, which is given as stored, [N, K]."""
     return (F.linear(x, weight),)
 
 
 def _gather(node: ir.Node, rows: Callable[[int, int], torch.Tensor], tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows of a table that is read by rows, so that it is never here whole."""
+    """Gathers rows of a table that is read by rows, so that it is never in memory as a whole."""
     return (torch.cat([rows(token, token + 1) for token in tokens[0].tolist()]).unsqueeze(0),)
 
 
@@ -59,22 +59,22 @@ def _rope_table(node: ir.Node, positions: torch.Tensor, inv_freq: torch.Tensor) 
 
 
 def _rotate(node: ir.Node, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (turn(x, cos, sin, int_of(node, "num_heads")),)
+    return (rotate(x, cos, sin, int_of(node, "num_heads")),)
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
-    """Each head of x [1, T, heads · head_dim] rotated: its first columns against as many behind them."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotates each head of x [1, T, heads · head_dim]: its first half of rotated columns against the second."""
     by_head, half = torch.unflatten(x, -1, (heads, -1)), cos.shape[-1]
     first, second = by_head[..., :half], by_head[..., half : 2 * half]  # [1, T, heads, half]
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    turned = [first * cos - second * sin, second * cos + first * sin, by_head[..., 2 * half :]]
-    return torch.cat(turned, dim=-1).flatten(2)
+    rotated = [first * cos - second * sin, second * cos + first * sin, by_head[..., 2 * half :]]
+    return torch.cat(rotated, dim=-1).flatten(2)
 
 
 def _attention(
     node: ir.Node, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """From the first position on: there is no past. Behind that, WindowAttention may have sinks."""
+    """Attends from the first position on, without a past; WindowAttention may have sinks after its past."""
     sinks: torch.Tensor | None = others[2] if node.domain == DOMAIN and len(others) > 2 else None
     heads, kv_heads = int_of(node, "q_num_heads"), int_of(node, "kv_num_heads")
     q, k, v = (
@@ -86,9 +86,9 @@ def _attention(
     if not softcap and not window and not lookahead and sinks is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
         return (y.transpose(1, 2).flatten(2),)
-    at = torch.arange(q.shape[2])
-    back = at.unsqueeze(1) - at
-    hidden = (back < -(lookahead if causal else math.inf)) | (back >= (window or math.inf))
+    token_index = torch.arange(q.shape[2])
+    distance = token_index.unsqueeze(1) - token_index
+    hidden = (distance < -(lookahead if causal else math.inf)) | (distance >= (window or math.inf))
     ys = []
     for head in range(heads):
         scores = q[:, head] @ k[:, head * kv_heads // heads].transpose(1, 2) * scale
@@ -97,7 +97,7 @@ def _attention(
         scores = scores.masked_fill(hidden, -math.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks[head].expand(*scores.shape[:-1], 1)], dim=-1)
-        ys.append(scores.softmax(-1)[..., : len(at)] @ v[:, head * kv_heads // heads])
+        ys.append(scores.softmax(-1)[..., : len(token_index)] @ v[:, head * kv_heads // heads])
     return (torch.cat(ys, dim=-1),)
 
 
@@ -118,12 +118,12 @@ def _latent_attention(
     sin: torch.Tensor,
     _: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Causal, from the first position on: there is no past."""
+    """Attends causally from the first position on, without a past."""
     heads = int_of(node, "heads")
-    turned_q, turned_k = turn(q_rope, cos, sin, heads), turn(k_rope, cos, sin, 1)
-    by_head = [torch.unflatten(x, -1, (heads, -1)).transpose(1, 2) for x in (q, turned_q)]
-    queries, keys = torch.cat(by_head, dim=-1), torch.cat([c, turned_k], dim=-1).unsqueeze(1)
-    # Values are as wide as keys here, and the columns behind the latent vector are left out of the result.
+    rotated_q, rotated_k = rotate(q_rope, cos, sin, heads), rotate(k_rope, cos, sin, 1)
+    by_head = [torch.unflatten(x, -1, (heads, -1)).transpose(1, 2) for x in (q, rotated_q)]
+    queries, keys = torch.cat(by_head, dim=-1), torch.cat([c, rotated_k], dim=-1).unsqueeze(1)
+    # Values are as wide as keys here, and the columns after the latent vector are left out of the result.
     y = F.scaled_dot_product_attention(
         queries, keys, keys, is_causal=True, scale=float_of(node, "scale"), enable_gqa=True
     )
@@ -175,16 +175,16 @@ def _causal_conv(
     taps: torch.Tensor,
     bias: torch.Tensor | None,
     before: torch.Tensor | None,
-    behind: torch.Tensor | None,
+    after: torch.Tensor | None,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """From the first position on. Nobody reads the state behind it."""
+    """Convolves from the first position on. The new state has no reader, and is left empty."""
     u = x if before is None else before * x
     padded = F.pad(u.transpose(1, 2), (taps.shape[1] - 1, 0))  # [1, C, W - 1 + tokens]
     y = F.conv1d(padded, taps.unsqueeze(1), bias, groups=taps.shape[0]).transpose(1, 2)
     if node.attributes["activation"].as_string() == "silu":
         y = F.silu(y)
-    return torch.empty(0), y if behind is None else behind * y
+    return torch.empty(0), y if after is None else after * y
 
 
 def _gated_delta(
@@ -198,7 +198,7 @@ def _gated_delta(
     dt_bias: torch.Tensor,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """As plugins/recurrence/gated_delta.py has it, from the first position on. Nobody reads the state behind it."""
+    """Computes plugins/recurrence/gated_delta.py from the first position on. The new state has no reader."""
     heads, key_heads, epsilon = int_of(node, "heads"), int_of(node, "key_heads"), float_of(node, "epsilon")
 
     def by_head(x: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ def _selective_state(
     skip: torch.Tensor,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """As plugins/recurrence/selective_state.py has it, from the first position on. Nobody reads the state behind it."""
+    """Computes plugins/recurrence/selective_state.py from the first position on. The new state has no reader."""
     heads, key_heads = int_of(node, "heads"), int_of(node, "key_heads")
     q, k = (
         torch.unflatten(x[0], -1, (key_heads, -1)).repeat_interleave(heads // key_heads, dim=1) for x in (query, key)
@@ -269,22 +269,22 @@ def _route(
     if (groups := int_of(node, "groups")) > 1:
         by_group = torch.unflatten(choice, -1, (groups, -1))  # [1, T, groups, E / groups]
         value = by_group.topk(int_of(node, "group_best"), dim=-1).values.sum(-1)
-        left = _largest(value, int_of(node, "chosen_groups"))
+        left = _top_indices(value, int_of(node, "chosen_groups"))
         is_left = torch.zeros_like(value, dtype=torch.bool).scatter(-1, left, True)
         choice = by_group.masked_fill(~is_left.unsqueeze(-1), -math.inf).flatten(-2)
-    chosen = _largest(choice, top)
+    chosen = _top_indices(choice, top)
     share = scores.gather(-1, chosen)
     if int_of(node, "normalized"):
-        share = share / share.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
+        share = share / share.sum(-1, keepdim=True).clamp(min=MIN_SUM)
     flat = chosen.flatten()
     copies = flat.argsort(stable=True)
-    places = torch.empty_like(flat).scatter(0, copies, torch.arange(len(flat)))
+    rows = torch.empty_like(flat).scatter(0, copies, torch.arange(len(flat)))
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(flat, minlength=experts).cumsum(0)])
-    return places.view_as(chosen), share * float_of(node, "scale"), starts.unsqueeze(0)
+    return rows.view_as(chosen), share * float_of(node, "scale"), starts.unsqueeze(0)
 
 
-def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the largest along the last axis, of two alike the lower one."""
+def _top_indices(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the indices of the largest values along the last axis; of equal values, the lower index first."""
     return values.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
@@ -312,7 +312,7 @@ def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1) * gate * torch.sigmoid(CLAMPED_SLOPE * gate)
 
 
-# What gated epilogues of plugins/gemm/gemm.py make of a gate and an up.
+# Gated epilogues of plugins/gemm/gemm.py, as functions of gate and up.
 GATES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,

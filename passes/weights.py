@@ -1,6 +1,6 @@
-"""Weights that are computed when somebody reads them: fused, rounded, quantized.
+"""Weights that are computed when they are read: fused, rounded, quantized.
 
-They are read by rows, so that no more of a weight is in memory than its reader asks for at once.
+They are read by rows, so that no more of a weight is in memory than a reader needs at once.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,13 +17,13 @@ ONNX_DTYPES: Mapping[torch.dtype, ir.DataType] = {
     getattr(torch, dtype.torch): ir.DataType[dtype.onnx] for dtype in DTYPES.values()
 }
 
-KEPT_OPEN = 4  # parts of a stacked weight: Q, K and V, or gate and up, are read side by side
+KEPT_OPEN = 4  # open readers of a stacked weight's parts: Q, K and V, or gate and up, are read side by side
 
 RowReader = Callable[[int, int], torch.Tensor]  # (begin, end) → these rows, along the first axis
 
 
 class RowsTensor(ir.LazyTensor):
-    """A tensor that can be read by rows. `open` begins a reading; what its reader holds is gone with it."""
+    """A tensor that can be read by rows, through readers that `open` returns; a reader frees its memory at its end."""
 
     def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], open: Callable[[], RowReader]) -> None:
         super().__init__(self._whole, ONNX_DTYPES[dtype], ir.Shape(shape), cache=False, name=name)
@@ -38,16 +38,18 @@ class RowsTensor(ir.LazyTensor):
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Number type, as torch names it."""
         return self._of[0]
 
     def initializer(self) -> ir.Value:
+        """Makes a graph's initializer of the tensor."""
         return ir.Value(name=self.name, type=ir.TensorType(self.dtype), shape=self.shape, const_value=self)
 
 
 def as_torch(tensor: ir.TensorProtocol) -> torch.Tensor:
-    """The values of a tensor; a lazy one is read now."""
+    """Returns the values of a tensor; a lazy one is read now."""
     while isinstance(tensor, ir.LazyTensor):
-        tensor = tensor.raw()  # the function that was given; a cache is never asked for
+        tensor = tensor.raw()  # calls the function; its cache is never used
     if isinstance(tensor, ir.tensor_adapters.TorchTensor):
         raw: torch.Tensor = tensor.raw
         return raw
@@ -55,13 +57,13 @@ def as_torch(tensor: ir.TensorProtocol) -> torch.Tensor:
 
 
 def read(value: ir.Value) -> torch.Tensor:
-    """The values of an initializer."""
-    assert value.const_value is not None, f"{value.name} is no initializer"
+    """Returns the values of an initializer."""
+    assert value.const_value is not None, f"{value.name} is not an initializer"
     return as_torch(value.const_value)
 
 
 def open_rows(value: ir.Value) -> RowReader:
-    """Begins a reading of an initializer."""
+    """Opens an initializer for reading by rows."""
     if isinstance(value.const_value, RowsTensor):
         return value.const_value.open()
     values = read(value)
@@ -69,9 +71,12 @@ def open_rows(value: ir.Value) -> RowReader:
 
 
 def scale(value: ir.Value, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> None:
-    """Multiply an initializer's rows [N] or columns, when it is read; it stays the same initializer.
+    """Multiplies an initializer's rows or columns when it is read; it stays the same initializer.
 
-    columns: [matrices, K], of each of the matrices of N / matrices rows that it is.
+    Args:
+        value: the initializer, [N, K] or [N].
+        rows: factors of rows, [N].
+        columns: factors of columns, [matrices, K], one row for each of the matrices that the weight consists of.
     """
     before = ir.Value(name=value.name, shape=value.shape, type=value.type, const_value=value.const_value)
 
@@ -92,13 +97,18 @@ def scale(value: ir.Value, rows: torch.Tensor | None = None, columns: torch.Tens
 
 
 def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
-    """Initializers of one dtype, one behind the other along the rows."""
+    """Stacks initializers of one dtype along the rows.
+
+    Args:
+        name: name of the result.
+        parts: the initializers.
+    """
     sizes = [shape_of(part)[0] for part in parts]
 
     starts = [0, *accumulate(sizes)]
 
     def open() -> RowReader:
-        readers = _LastOpened(parts)
+        readers = _OpenReaders(parts)
 
         def rows(begin: int, end: int) -> torch.Tensor:
             pieces = []
@@ -114,8 +124,14 @@ def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
 
 
 def picked(name: str, source: ir.Value, rows: Sequence[int] | torch.Tensor) -> ir.Value:
-    """Some rows of an initializer, in this order. Neighbours here should be near each other there: what lies between
-    them is read, too.
+    """Selects rows of an initializer, in this order.
+
+    Rows that are next to each other here should be close in the source: the rows between them are read, too.
+
+    Args:
+        name: name of the result.
+        source: the initializer.
+        rows: indices of its rows.
     """
     index = torch.as_tensor(rows, dtype=torch.int64)
 
@@ -134,8 +150,14 @@ def picked(name: str, source: ir.Value, rows: Sequence[int] | torch.Tensor) -> i
     return RowsTensor(name, dtype, (len(index), *shape_of(source)[1:]), open).initializer()
 
 
-def turned_by_head(name: str, value: ir.Value, heads: int) -> ir.Value:
-    """FLOAT [heads · N, K] → [heads · K, N]: each head's part is transposed."""
+def transposed_by_head(name: str, value: ir.Value, heads: int) -> ir.Value:
+    """Transposes each head's part of a weight: FLOAT [heads · N, K] → [heads · K, N].
+
+    Args:
+        name: name of the result.
+        value: the weight.
+        heads: number of heads.
+    """
     (height, columns), rows_each = shape_of(value), shape_of(value)[0] // heads
 
     def open() -> RowReader:
@@ -144,8 +166,8 @@ def turned_by_head(name: str, value: ir.Value, heads: int) -> ir.Value:
         def rows(begin: int, end: int) -> torch.Tensor:
             pieces = []
             for head in range(begin // columns, -(-end // columns)):
-                turned = reader(head * rows_each, (head + 1) * rows_each).t()
-                pieces.append(turned[max(begin - head * columns, 0) : end - head * columns])
+                transposed = reader(head * rows_each, (head + 1) * rows_each).t()
+                pieces.append(transposed[max(begin - head * columns, 0) : end - head * columns])
             return torch.cat(pieces)
 
         return rows
@@ -153,8 +175,8 @@ def turned_by_head(name: str, value: ir.Value, heads: int) -> ir.Value:
     return RowsTensor(name, torch.float32, (heads * columns, height // heads), open).initializer()
 
 
-class _LastOpened:
-    """Readers of values, of which the last few that were asked for are kept: with them go their tensors."""
+class _OpenReaders:
+    """Readers of values, of which the last few used stay open; closing one frees its tensors."""
 
     def __init__(self, values: Sequence[ir.Value]) -> None:
         self._values = values
@@ -177,16 +199,18 @@ def converted(
     source: ir.Value,
     convert: Callable[[torch.Tensor], Sequence[torch.Tensor]],
     outputs: Sequence[Output],
-    together: int = 1,
+    block_rows: int = 1,
 ) -> list[ir.Value]:
-    """Initializers that are made of a weight: its values, and scales if there are any.
+    """Makes initializers from a weight: its values, then scales if there are any.
 
     Args:
-        convert: some rows of the weight → the same rows of each output. A row must not depend on others, but for those
-            of its block of `together`, which are always given with it.
-        outputs: values first. Whoever has read all their rows finds the others ready, and the weight is read once.
+        source: the weight.
+        convert: some rows of the weight → the same rows of each output. A row must not depend on others, except those
+            of its block of `block_rows`, which are always passed with it.
+        outputs: values first. After all their rows are read, the others are ready: the weight is read once.
+        block_rows: rows of a block.
     """
-    conversion = _Conversion(source, convert, outputs, together)
+    conversion = _Conversion(source, convert, outputs, block_rows)
     return [
         RowsTensor(*output, lambda index=index: conversion.open(index)).initializer()  # type: ignore[misc]
         for index, output in enumerate(outputs)
@@ -199,10 +223,10 @@ class _Conversion:
         source: ir.Value,
         convert: Callable[[torch.Tensor], Sequence[torch.Tensor]],
         outputs: Sequence[Output],
-        together: int,
+        block_rows: int,
     ) -> None:
-        self._source, self._convert, self._outputs, self._together = source, convert, outputs, together
-        self._ready: dict[int, torch.Tensor] = {}  # until they are read
+        self._source, self._convert, self._outputs, self._block_rows = source, convert, outputs, block_rows
+        self._ready: dict[int, torch.Tensor] = {}  # outputs that were computed with the values, until they are read
 
     def open(self, index: int) -> RowReader:
         if index in self._ready:
@@ -226,12 +250,12 @@ class _Conversion:
         return rows
 
     def _of_rows(self, reader: RowReader, begin: int, end: int) -> list[torch.Tensor]:
-        count, start = self._outputs[0][2][0], begin - begin % self._together
-        parts = self._convert(reader(start, min(end + -end % self._together, count)))
+        count, start = self._outputs[0][2][0], begin - begin % self._block_rows
+        parts = self._convert(reader(start, min(end + -end % self._block_rows, count)))
         return [part[begin - start : end - start] for part in parts]
 
 
 def shape_of(value: ir.Value) -> tuple[int, ...]:
-    """The shape of an initializer."""
+    """Returns the shape of an initializer."""
     assert value.shape is not None, value.name
     return tuple(int(size) for size in value.shape.numpy())

@@ -71,7 +71,7 @@ def test_what_others_read_is_not_scaled() -> None:
     model.graph.outputs.append(gated.outputs[0])
     found, refusals = sites(model)
     assert len(found) == 11
-    assert refusals == ["The input of layers.1.mlp.down_proj cannot be scaled: others than linear layers read it."]
+    assert refusals == ["The input of layers.1.mlp.down_proj cannot be scaled: ops other than linear layers read it."]
 
 
 @pytest.mark.parametrize("quant", CALIBRATED, ids=str)
@@ -232,7 +232,7 @@ def test_settings() -> None:
 
 
 def test_a_temporary_file_without_room_says_where(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"weights cannot wait in .*missing: No such file"):
+    with pytest.raises(EngineError, match=r"weights cannot be stored in .*missing: No such file"):
         TemporaryTensors(tmp_path / "missing")
 
 

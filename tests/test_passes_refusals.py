@@ -197,7 +197,7 @@ REFUSALS: list[tuple[str, str, Spoil, str]] = [
         "fuse_swiglu",
         "gemma3_text",
         both(rewire(f"{MLP}.active", 0, f"{MLP}.up_proj"), rewire(f"{MLP}.gated", 1, f"{MLP}.gate_proj")),
-        f"{MLP}.gated takes other columns than the gate and the up of {MLP}.gate_up_proj.",
+        f"{MLP}.gated reads other columns than the gate and the up of {MLP}.gate_up_proj.",
     ),
     (
         "fuse_rope_kv_write",

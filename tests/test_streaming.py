@@ -82,7 +82,7 @@ def test_a_weight_that_a_visit_changes_is_computed_with() -> None:
 def test_an_op_that_is_not_known_is_named() -> None:
     model, own = graph_before("llama", "fuse_residual_norm")
     own(model)
-    with pytest.raises(EngineError, match=r"\(AddRmsNorm\) is of no op that can be streamed"):
+    with pytest.raises(EngineError, match=r"\(AddRmsNorm\) has an op that cannot be streamed"):
         stream(model, texts())
 
 

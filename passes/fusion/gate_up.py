@@ -1,4 +1,4 @@
-"""The gate and up projections of a gated MLP become one matrix product. https://arxiv.org/abs/2002.05202"""
+"""Fuses the gate and up projections of a gated MLP into one matrix product. https://arxiv.org/abs/2002.05202"""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,9 @@ RESTORED = "restored, because gate and up projection are quantized in different 
 
 @dataclass(frozen=True)
 class FuseGateUp:
-    name: str = "fuse_gate_up"
+    """Stacks the gate and up projections of every gated MLP."""
+
+    name: str = "fuse_gate_up"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals, notes = 0, [], []
@@ -28,7 +30,7 @@ class FuseGateUp:
                 refusal: str | None = f"{node.name} does not multiply two linear layers."
             else:
                 weights = (gate.weight, up.weight)
-                if not stored_alike(weights):  # apart, they have no kernel
+                if not stored_alike(weights):  # kernels exist for the fused product alone
                     notes += [RESTORED for weight in weights if stored(weight)]
                     for weight in weights:
                         forget_format(weight)

@@ -9,16 +9,16 @@ from enginewright.passes.graph import made_by
 
 @dataclass(frozen=True)
 class GatedProduct:
-    """epilogue: what a GEMM calls it. nodes: of the activation and the product, in order."""
+    """A product act(gate) · up of a graph."""
 
-    epilogue: str
-    gate: ir.Value
-    up: ir.Value
-    nodes: tuple[ir.Node, ...]
+    epilogue: str  # name of the GEMM epilogue that computes it
+    gate: ir.Value  # input of the activation
+    up: ir.Value  # the other factor
+    nodes: tuple[ir.Node, ...]  # nodes of the activation and the product, in order
 
 
 def gated_product(product: ir.Node) -> GatedProduct | None:
-    """The gated product that a Mul ends: Mul(Mul(gate, Sigmoid(gate)), up) or Mul(Gelu(gate), up)."""
+    """Finds the gated product that ends in a Mul: Mul(Mul(gate, Sigmoid(gate)), up) or Mul(Gelu(gate), up)."""
     active, up = product.inputs
     assert active is not None and up is not None
     gelu = made_by(active, "Gelu")

@@ -1,4 +1,4 @@
-"""Add and the norm of the sum become one: the residual is read and written once."""
+"""Fuses an Add with the norm of its sum: the residual is read and written once."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,9 @@ from enginewright.plugins.norm.add_rms_norm import ADD_RMS_NORM
 
 @dataclass(frozen=True)
 class FuseResidualNorm:
-    name: str = "fuse_residual_norm"
+    """Replaces Add and RMSNormalization by AddRmsNorm."""
+
+    name: str = "fuse_residual_norm"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []

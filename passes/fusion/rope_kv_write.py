@@ -1,4 +1,4 @@
-"""What is written of queries and keys for attention takes up their rotation, where nothing stands between them."""
+"""Moves the rotation of queries and keys into the op that writes them for attention, where nothing is in between."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from enginewright.plugins.plugin import int_of
 
 @dataclass(frozen=True)
 class FuseRopeKvWrite:
-    name: str = "fuse_rope_kv_write"
+    """Replaces KvWrite by RopeKvWrite, and Rope before the op that rounds queries alone."""
+
+    name: str = "fuse_rope_kv_write"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
@@ -24,7 +26,7 @@ class FuseRopeKvWrite:
                 rewrites += _rotate_queries(queries)
                 continue
             write = made_by(attention.inputs[0], "KvWrite", DOMAIN)
-            assert write is not None, f"{attention.name} is not as ToRagged wrote it"
+            assert write is not None, f"{attention.name} has no KvWrite, as ToRagged writes it"
             q, k, *others = write.inputs
             tables: Sequence[ir.Value | None] = (None, None)
             ropes: list[ir.Node] = []
@@ -48,7 +50,7 @@ class FuseRopeKvWrite:
 
 
 def _rotate_queries(node: ir.Node) -> bool:
-    """Whether the rotation of queries alone was taken up."""
+    """Fuses the rotation of queries without keys; returns if it did."""
     q, _, _, *pools = node.inputs
     rope = made_by(q, "Rope", DOMAIN)
     if rope is None or not only_used_by(rope.outputs[0], node):

@@ -1,5 +1,4 @@
-"""A value that is only ever read as bfloat16, or quantized, is written so: the Cast or the QuantizeRows goes into the
-node before it."""
+"""Moves a Cast or a QuantizeRows into the node before it, where all readers of its output want the same rounding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +14,15 @@ from enginewright.plugins.plugin import CODES
 
 @dataclass(frozen=True)
 class RoundInProducer:
-    name: str = "round_in_producer"
+    """Makes nodes write rounded or quantized outputs in place of a Cast or a QuantizeRows after them."""
+
+    name: str = "round_in_producer"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
         for node in (*nodes_of(model, "Cast"), *nodes_of(model, "QuantizeRows", domain=DOMAIN)):
             if node.graph is None:
-                continue  # gone together with another one of the same value
+                continue  # removed together with another user of the same value
             refusal = _round(node)
             rewrites += refusal is None
             refusals += [refusal] if refusal else []
@@ -29,7 +30,7 @@ class RoundInProducer:
 
 
 def _rounds_to(node: ir.Node) -> ir.DataType | None:
-    """The dtype that a Cast or a QuantizeRows gives."""
+    """Returns the output dtype of a Cast or a QuantizeRows; None for other nodes."""
     return ir.DataType(node.attributes["to"].as_int()) if node.op_type in ("Cast", "QuantizeRows") else None
 
 
@@ -48,10 +49,10 @@ def _round(node: ir.Node) -> str | None:
     ways = {(user.attributes.get_int("group", 0), tuple(user.inputs[1:])) for user in users}
     if len(ways) > 1:
         return f"{value.name} is quantized in several ways."
-    ((group, largest),) = ways
-    rounding = _rounding(producer, int(to), group, largest)
+    ((group, amax),) = ways
+    rounding = _rounding(producer, int(to), group, amax)
     rounding.name = producer.name
-    last = len(producer.outputs) - 1  # `to` is of this one; the scale of codes follows
+    last = len(producer.outputs) - 1  # `to` is the type of this output; the scale of codes follows
     rounded = rounding.outputs[last:]
     for old, new in zip(node.outputs, rounded, strict=True):
         new.name = value.name if new is rounded[0] else old.name
@@ -61,7 +62,7 @@ def _round(node: ir.Node) -> str | None:
 
 
 def _take_place(users: Sequence[ir.Node], values: Sequence[ir.Value]) -> None:
-    """Whoever reads what these nodes give reads `values`, and the nodes are gone."""
+    """Replaces the outputs of these nodes by `values`, and removes the nodes."""
     for user in users:
         for old, new in zip(user.outputs, values, strict=True):
             ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
@@ -71,7 +72,7 @@ def _take_place(users: Sequence[ir.Node], values: Sequence[ir.Value]) -> None:
 
 
 def _can_round(value: ir.Value, producer: ir.Node, to: ir.DataType) -> bool:
-    """Whether the node can write this value so: `to` is of a node's last output, and nothing is rounded twice."""
+    """Checks if the node can round this output: it is the node's last one, and is not rounded yet."""
     if value.dtype != ir.DataType.FLOAT or value is not producer.outputs[-1]:
         return False
     plugin = plugin_of(producer)
@@ -80,14 +81,14 @@ def _can_round(value: ir.Value, producer: ir.Node, to: ir.DataType) -> bool:
     return "to" in plugin.attributes and (to not in CODES or plugin.outputs[-1] == "scale?")
 
 
-def _rounding(producer: ir.Node, to: int, group: int, largest: Sequence[ir.Value | None]) -> ir.Node:
-    """The node that does what `producer` does, and rounds."""
+def _rounding(producer: ir.Node, to: int, group: int, amax: Sequence[ir.Value | None]) -> ir.Node:
+    """Makes the node that computes what `producer` does, and rounds."""
     plugin = plugin_of(producer)
     if plugin is None:
         epsilon = producer.attributes.get_float("epsilon", 1e-5)
-        return RMS_NORM.node([*producer.inputs, *largest], epsilon=epsilon, to=to, group=group)
+        return RMS_NORM.node([*producer.inputs, *amax], epsilon=epsilon, to=to, group=group)
     attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
     changed = {"to": to}
-    if to in CODES:  # otherwise a group is of what the node reads
+    if to in CODES:  # otherwise the attribute belongs to the node's input
         changed["group"] = group
-    return plugin.node([*producer.inputs, *largest], **{**attributes, **changed})
+    return plugin.node([*producer.inputs, *amax], **{**attributes, **changed})

@@ -1,4 +1,4 @@
-"""LinearLayer layers of one input become one: their weights are stacked, and the product is split."""
+"""Fuses linear layers with the same input into one: their weights are stacked, and the product is split."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,14 @@ from enginewright.passes.weights import shape_of, stacked
 
 
 def stack(siblings: Sequence[LinearLayer], part: str) -> str | None:
-    """Fuse linear layers into MatMul(x, Transpose(stacked weights)) (+ Add) and Split.
+    """Fuses linear layers into MatMul(x, Transpose(stacked weights)) (+ Add) and Split.
 
     Args:
-        part: what the fused layer is called in the place of the siblings' own last names: `qkv_proj`.
+        siblings: layers with the same input.
+        part: last part of the fused layer's name, in place of the siblings' own: `qkv_proj`.
 
     Returns:
-        Why it was refused, or None if it was done.
+        The reason why it was refused, or None if it was done.
     """
     first = siblings[0]
     names = " and ".join(str(one.output.name) for one in siblings)
@@ -63,7 +64,7 @@ def stack(siblings: Sequence[LinearLayer], part: str) -> str | None:
     parts = [typed("", ir.DataType.FLOAT, (*first.x.shape.dims[:-1], size)) for size in sizes]
     nodes.append(standard("Split", [fused, lengths], parts, f"{name}.split", axis=-1))
     outputs = [one.output for one in siblings]
-    # In place of the first product, which is behind x and in front of every user of any of them.
+    # The first product is after x and before every user of any of them, so the new nodes take its place.
     order = {node: index for index, node in enumerate(graph)}
     old = sorted(
         (node for one in siblings for node in one.nodes), key=lambda node: (node.op_type != "MatMul", order[node])
@@ -84,7 +85,7 @@ def _transpose(weight: ir.Value, across: ir.Value) -> ir.Node:
 
 
 def _renamed(name: str, part: str) -> str:
-    """`model.layers.0.self_attn.q_proj.weight` with another last name: `model.layers.0.self_attn.qkv_proj.weight`."""
+    """Replaces a layer's last name: `model.layers.0.self_attn.q_proj.weight` → `….self_attn.qkv_proj.weight`."""
     layer, dot, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         layer, dot, kind = name, "", ""

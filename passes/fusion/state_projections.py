@@ -1,4 +1,4 @@
-"""The projections that a gated delta net reads its input with become one matrix product."""
+"""Fuses the input projections of a gated delta net into one matrix product."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from enginewright.plugins import DOMAIN
 
 @dataclass(frozen=True)
 class FuseStateProjections:
-    name: str = "fuse_state_projections"
+    """Stacks the input projections of every GatedDelta."""
+
+    name: str = "fuse_state_projections"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
@@ -25,8 +27,9 @@ class FuseStateProjections:
 
 
 def _fuse(node: ir.Node) -> str | None:
-    """Stack what is convolved, the gate of the norm, and what decays and corrections are made of. Where queries, keys
-    and values are convolved apart (Kimi's): these, and what corrections are made of.
+    """Stacks the projections to the convolution, the norm's gate, decays and corrections.
+
+    If queries, keys and values have their own convolutions (Kimi), it stacks these three and the one to corrections.
     """
     apart = [made_by(value, "CausalConv", DOMAIN) for value in node.inputs[:3]]
     if None not in apart:
@@ -35,7 +38,7 @@ def _fuse(node: ir.Node) -> str | None:
     conv = None if split is None else made_by(split.inputs[0], "CausalConv", DOMAIN)
     norm = next(iter(node.outputs[1].consumers()), None)
     if conv is None or norm is None or norm.op_type != "GatedRmsNorm":
-        return f"{node.name} does not stand between a convolution and a norm."
+        return f"{node.name} is not between a convolution and a norm."
     return _stack(node, (conv.inputs[0], norm.inputs[1], node.inputs[3], node.inputs[4]))
 
 

@@ -1,4 +1,4 @@
-"""The gated product of an MLP moves into the epilogue of the matrix product before it."""
+"""Moves the gated product of an MLP into the epilogue of the matrix product before it."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,9 @@ from enginewright.plugins import plugin_of
 
 @dataclass(frozen=True)
 class FuseSwiGlu:
-    name: str = "fuse_swiglu"
+    """Fuses GEMM, Split and gated product into a GEMM with a gated epilogue."""
+
+    name: str = "fuse_swiglu"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         rewrites, refusals = 0, []
@@ -27,7 +29,7 @@ class FuseSwiGlu:
                 refusals.append(f"{gemm.name} has an epilogue already, and {node.name} would be its second.")
                 continue
             if tuple(split.outputs) != (gated.gate, gated.up):
-                refusals.append(f"{node.name} takes other columns than the gate and the up of {gemm.name}.")
+                refusals.append(f"{node.name} reads other columns than the gate and the up of {gemm.name}.")
                 continue
             inner = [gemm.outputs[0], *split.outputs, *(each.outputs[0] for each in gated.nodes[:-1])]
             if not all(only_used_by(value, split, *gated.nodes) for value in inner):

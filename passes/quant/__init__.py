@@ -19,11 +19,15 @@ METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int8Sq, Int4Rtn, I
 
 
 def quant_config(name: str, **settings: object) -> QuantConfig:
-    """The method that `--quant` names; settings that are None are its defaults.
+    """Makes the config of a method from the command's options.
+
+    Args:
+        name: name in `--quant`.
+        settings: settings of the method; those that are None keep their defaults.
 
     Raises:
-        KeyError: a name that is none.
-        UsageError: the method has no such setting, or not with such a value.
+        KeyError: there is no such method.
+        UsageError: the method does not have a setting, or not with this value.
     """
     method = {method.info.name: method for method in METHODS}[name]
     given = {key: value for key, value in settings.items() if value is not None}

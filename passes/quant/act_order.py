@@ -1,9 +1,9 @@
-"""Weights whose columns were quantized in another order than they stand in (GPTQ's act-order).
+"""Sorts the columns of weights that were quantized in another order than theirs (GPTQ's act-order).
 
-Columns of one run are spread over the weight, and kernels want them side by side. To sort them, x has to be sorted as
-well. Where x is the product of a gated MLP, that is free: the rows of its two projections move instead. Elsewhere x is
-gathered, once for all layers that read it, if all of them have it in the same order. GPTQ orders columns by x alone, so
-they do; those that do not are read as FLOAT, each in its own order.
+Columns of a group are spread over such a weight, and kernels need them side by side. Once they are sorted, x has to be
+sorted as well. Where x is the product of a gated MLP, that is free: the rows of its two projections move instead.
+Elsewhere x is gathered, once for all layers that read it, if all of them have the same order. GPTQ orders columns by x
+alone, so they do; layers that do not are read as FLOAT, each in its own order.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,21 @@ RESTORED = "integers in act-order, and not in that of the other layers that read
 
 
 class ActOrdered(RowsTensor):
-    """FLOAT [N, K] to whoever reads it, columns in their own order.
+    """A weight whose groups hold columns in another order; it reads as FLOAT [N, K], columns in their own order.
 
-    Column j of `by_runs` is column order[j] of it.
+    Column j of `by_groups` is column order[j] of this tensor.
     """
 
-    def __init__(self, whole: RowsTensor, order: torch.Tensor, by_runs: StoredTensor) -> None:
+    def __init__(self, whole: RowsTensor, order: torch.Tensor, by_groups: StoredTensor) -> None:
         super().__init__(str(whole.name), torch.float32, tuple(whole.shape.numpy()), whole.open)
-        self.order, self.by_runs = order, by_runs
+        self.order, self.by_groups = order, by_groups
 
 
 @dataclass(frozen=True)
 class SortColumns:
-    name: str = "sort_columns"
+    """Stores act-ordered weights by groups, and sorts what they are multiplied with."""
+
+    name: str = "sort_columns"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         by_input: dict[ir.Value, list[LinearLayer]] = {}
@@ -58,13 +60,13 @@ class SortColumns:
             else:
                 _gather(x, order, linears)
             for linear, weight in zip(linears, ordered, strict=True):
-                linear.weight.const_value = weight.by_runs
+                linear.weight.const_value = weight.by_groups
             rewrites += len(linears)
         return PassResult(rewrites, notes=tuple(notes))
 
 
 def _have_one_order(linears: Sequence[LinearLayer]) -> bool:
-    """Whether all of them can be sorted in the same way."""
+    """Checks if all of these layers can be sorted in the same way."""
     weights = [one.weight.const_value for one in linears]
     orders = [weight.order for weight in weights if isinstance(weight, ActOrdered)]
     alike = len(orders) == len(linears) and all(torch.equal(order, orders[0]) for order in orders)
@@ -72,7 +74,7 @@ def _have_one_order(linears: Sequence[LinearLayer]) -> bool:
 
 
 def _gather(x: ir.Value, order: torch.Tensor, linears: Sequence[LinearLayer]) -> None:
-    """Let these layers read x in an order."""
+    """Makes these layers read x in an order."""
     first = linears[0].nodes[1]  # nodes were found in the graph's order
     graph = first.graph
     assert graph is not None
@@ -88,7 +90,7 @@ def _gather(x: ir.Value, order: torch.Tensor, linears: Sequence[LinearLayer]) ->
 
 
 def _producers(linear: LinearLayer) -> tuple[LinearLayer, LinearLayer] | None:
-    """The two projections whose rows x has as its columns, where nobody else sees them."""
+    """Finds the two projections whose rows are the columns of x, if nothing else reads them."""
     product = made_by(linear.x, "Mul")
     gated = gated_product(product) if product is not None else None
     if product is None or gated is None or not only_used_by(linear.x, linear.nodes[1]):
@@ -102,7 +104,7 @@ def _producers(linear: LinearLayer) -> tuple[LinearLayer, LinearLayer] | None:
 
 
 def _has_weights_alone(linear: LinearLayer) -> bool:
-    """Whether no other layer reads the weight or the bias of one."""
+    """Checks that no other layer reads this layer's weight or bias."""
     transpose, matmul = linear.nodes[:2]
     if not only_used_by(linear.weight, transpose) or not only_used_by(transpose.outputs[0], matmul):
         return False
@@ -110,13 +112,13 @@ def _has_weights_alone(linear: LinearLayer) -> bool:
 
 
 def _reordered(value: ir.Value, order: torch.Tensor) -> RowsTensor:
-    """A weight or a bias with its rows in another order."""
+    """Reads a weight or a bias with its rows in another order."""
     tensor = value.const_value
     assert isinstance(tensor, RowsTensor), value.name
     if isinstance(tensor, ActOrdered):
-        by_runs = _reordered(tensor.by_runs.initializer(), order)
-        assert isinstance(by_runs, StoredTensor)
-        return ActOrdered(_rows(tensor, order), tensor.order, by_runs)
+        by_groups = _reordered(tensor.by_groups.initializer(), order)
+        assert isinstance(by_groups, StoredTensor)
+        return ActOrdered(_rows(tensor, order), tensor.order, by_groups)
     if isinstance(tensor, StoredTensor):
         parts = [_reordered(part, order).initializer() for part in tensor.parts]
         return StoredTensor(str(tensor.name), tensor.stored_as, parts)

@@ -1,8 +1,9 @@
-"""`--quant auto --bits 4.5`: each layer in a format of its own, as many bits a weight on average as there are to spend.
+"""`--quant auto --bits 4.5`: each layer in a format of its own, with a given number of bits for a weight on average.
 
-How much a layer minds 4 bits is measured, one layer at a time: with that layer rounded and all others exact, how far do
-the model's next-token distributions move? What the same layer would cost in another format is taken to be that, times
-the ratio of the errors in its own result. Then bits are spent where they buy most, one step of one layer after another.
+The sensitivity of a layer to 4 bits is measured, one layer at a time: how far do the model's next-token distributions
+move with that layer rounded and all others exact? The cost of the same layer in another format is estimated as that,
+times the ratio of the errors in its own result. Then bits are spent where they help most, one step of one layer after
+another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +25,23 @@ from enginewright.passes.quant.int4_awq import by_importance, smooth_by_mean
 from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
 from enginewright.passes.quant.w8a8 import W8A8
-from enginewright.passes.streaming import Instead, Other, stream
+from enginewright.passes.streaming import Replacements, Substitute, stream
 from enginewright.passes.weights import open_rows, shape_of
 from enginewright.quant_methods import MethodInfo
 
 FORMATS: tuple[QuantConfig, ...] = (Int4Rtn(128), Int4Rtn(64), Int4Rtn(32), W8A8(32), Bf16())
+# formats, from the smallest on
 MEASURED = FORMATS[1]
-PROBE_TOKENS = 256  # of a probe: one layer rounded
-TOKENS_AT_ONCE = 8192  # of all probes that stream together
+PROBE_TOKENS = 256  # tokens of a probe: the text with one layer rounded
+TOKENS_AT_ONCE = 8192  # tokens of all probes that stream together
 
 
 @dataclass(frozen=True)
 class Auto(W8A8):
-    """bits: a weight of linear layers, on average, scales counted; the head and embeddings are int8 beside it."""
+    """Mixed formats within a budget of bits."""
 
-    info: ClassVar[MethodInfo] = quant_methods.AUTO
+    info: ClassVar[MethodInfo] = quant_methods.AUTO  # facts that need no torch
+    # bits of a weight of linear layers, on average, scales included; the head and embeddings are int8 and not counted
     bits: str = "5"
 
     def __post_init__(self) -> None:
@@ -55,19 +58,21 @@ class Auto(W8A8):
             )
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
+        """Lists the passes that smooth, and that mix formats within the budget."""
         return [smooth_by_mean(MEASURED, calibration), Mix(float(self.bits), calibration)]
 
-    def foresee(self) -> Sequence[Pass]:
-        return [MixUnseen(float(self.bits))]
+    def plan_without_data(self) -> Sequence[Pass]:
+        """Lists the pass that mixes formats as if all layers were equally sensitive."""
+        return [MixWithoutData(float(self.bits))]
 
 
 @dataclass(frozen=True)
 class Mix:
     """Chooses the format of every linear layer but the head, and its codes."""
 
-    bits: float
-    calibration: Calibration
-    name: str = "mix_formats"
+    bits: float  # bits of a weight, on average
+    calibration: Calibration  # texts
+    name: str = "mix_formats"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         weights = free_weights(model)
@@ -77,11 +82,11 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class MixUnseen:
-    """Spends the bits as if all layers minded alike, and chooses no codes."""
+class MixWithoutData:
+    """Spends the bits as if all layers were equally sensitive, and chooses no codes."""
 
-    bits: float
-    name: str = "mix_formats"
+    bits: float  # bits of a weight, on average
+    name: str = "mix_formats"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         weights = free_weights(model)
@@ -93,19 +98,25 @@ class MixUnseen:
 
 
 def free_weights(model: ir.Model) -> list[ir.Value]:
-    """Of linear layers but the head that nothing has quantized yet."""
+    """Lists the weights of linear layers but the head that are not quantized yet."""
     head = head_of(model)
-    assert head is not None, "embedding models are not built so"
+    assert head is not None, "embedding models are not built with --quant auto"
     return [
         linear.weight for linear in linears_of(model) if linear.weight is not head.weight and not stored(linear.weight)
     ]
 
 
-Costs = Mapping[ir.Value, Sequence[float]]  # weight → by format, what it adds to the divergence, in nats
+Costs = Mapping[ir.Value, Sequence[float]]  # weight → increase of the divergence in each of FORMATS, in nats
 
 
 def measured(model: ir.Model, weights: Sequence[ir.Value], calibration: Calibration) -> Costs:
-    """What each weight costs in each of FORMATS."""
+    """Measures the cost of each weight in each of FORMATS.
+
+    Args:
+        model: the dense graph.
+        weights: weights of its linear layers.
+        calibration: texts.
+    """
     text = [token for one in calibration.texts for token in one][:PROBE_TOKENS]
     at_once = max(TOKENS_AT_ONCE // max(len(text), 1) - 1, 1)
     costs: dict[ir.Value, Sequence[float]] = {}
@@ -115,10 +126,10 @@ def measured(model: ir.Model, weights: Sequence[ir.Value], calibration: Calibrat
 
 
 def _probe(model: ir.Model, weights: Sequence[ir.Value], text: Sequence[int], threads: int) -> Costs:
-    """One text for each weight, in which nothing but that is rounded, and one in which nothing is."""
+    """Streams one text for each weight, with only that weight rounded, and one with none rounded."""
     errors: dict[ir.Value, Sequence[float]] = {}
 
-    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Instead | None:
+    def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Replacements | None:
         if linear.weight not in weights:
             return None
         rows, name = open_rows(linear.weight), str(linear.weight.name)
@@ -127,7 +138,7 @@ def _probe(model: ir.Model, weights: Sequence[ir.Value], text: Sequence[int], th
         def rounded(begin: int, end: int) -> torch.Tensor:
             return MEASURED.restore(*MEASURED.quantize(rows(begin, end), name))
 
-        return {1 + weights.index(linear.weight): Other(MEASURED.round_activations, rounded)}
+        return {1 + weights.index(linear.weight): Substitute(MEASURED.round_activations, rounded)}
 
     streamed = stream(model, [text] * (1 + len(weights)), visit, threads)
     exact = streamed.logits(0, 0, len(text)).double().log_softmax(-1)
@@ -141,7 +152,7 @@ def _probe(model: ir.Model, weights: Sequence[ir.Value], text: Sequence[int], th
 
 
 def _errors(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> list[float]:
-    """Of a layer's result for the first text in each of FORMATS, squared; of experts those of all."""
+    """Computes the squared error of a layer's result in each of FORMATS, over the first text and all experts."""
     rows, errors = open_rows(linear.weight), [0.0] * len(FORMATS)
     count = shape_of(linear.weight)[0] // linear.experts
     for expert in range(linear.experts):
@@ -157,7 +168,12 @@ def _errors(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> list[float]:
 
 
 def bits_of(config: QuantConfig, weight: ir.Value) -> int:
-    """All that stands for a weight; codes of 4 bits are bytes until they are packed."""
+    """Counts the bits of all tensors of a weight in a format; codes of 4 bits are bytes until they are packed.
+
+    Args:
+        config: the format.
+        weight: the weight.
+    """
     outputs = config.outputs("weight", *shape_of(weight))
     return sum(
         torch.Size(shape).numel() * (4 if dtype == torch.uint8 else 8 * dtype.itemsize) for _, dtype, shape in outputs
@@ -165,20 +181,25 @@ def bits_of(config: QuantConfig, weight: ir.Value) -> int:
 
 
 def assigned(weights: Sequence[ir.Value], costs: Costs, bits: float) -> dict[ir.Value, QuantConfig]:
-    """The format of each weight.
+    """Assigns a format to each weight within a budget.
+
+    Args:
+        weights: the weights.
+        costs: cost of each weight in each of FORMATS.
+        bits: bits of a weight, on average.
 
     Raises:
-        UsageError: even the smallest takes more bits.
+        UsageError: even the smallest format takes more bits.
     """
     sizes = {weight: [bits_of(config, weight) for config in FORMATS] for weight in weights}
     elements = sum(torch.Size(shape_of(weight)).numel() for weight in weights)
     left = bits * elements - sum(size[0] for size in sizes.values())
     if left < 0:
-        least = sum(size[0] for size in sizes.values()) / elements
+        min_bits = sum(size[0] for size in sizes.values()) / elements
         raise UsageError(
             f"--bits {bits} is not possible",
-            f"the smallest format takes {least:.3f} bits a weight",
-            f"Use {least + 0.005:.2f} or more.",
+            f"the smallest format takes {min_bits:.3f} bits a weight",
+            f"Use {min_bits + 0.005:.2f} or more.",
         )
     chosen = dict.fromkeys(weights, 0)
     while True:

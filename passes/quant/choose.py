@@ -1,5 +1,8 @@
-"""Quantizing layer by layer while texts stream through: what a layer's codes are is chosen on inputs that the quantized
-layers before it made, so that later ones can make up for earlier ones."""
+"""Quantizes layer by layer while texts stream through the model.
+
+A layer's codes are chosen on inputs that the quantized layers before it computed, so that later layers can compensate
+for errors of earlier ones.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,41 +14,38 @@ import torch
 from enginewright.passes.graph import LinearLayer
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
-from enginewright.passes.streaming import one_thread_each, stream
+from enginewright.passes.streaming import single_threaded_pool, stream
 from enginewright.passes.temporary_tensors import TemporaryTensors
 from enginewright.passes.weights import open_rows, shape_of, stacked
 
-ROWS_AT_ONCE = 512  # of a weight, by one thread
+ROWS_AT_ONCE = 512  # rows of a weight that one thread quantizes
 
 UNSEEN = "no calibration text came to this expert, for which what its nearest neighbour read was taken"
 
 Parts = Sequence[torch.Tensor]
-ChooseRows = Callable[
-    [QuantConfig, torch.Tensor], Parts
-]  # a format, some rows of a weight → the same rows of its parts
+# (format, some rows of a weight) → the same rows of its parts
+ChooseRows = Callable[[QuantConfig, torch.Tensor], Parts]
 
 
 @dataclass(frozen=True)
 class Choose:
-    """Stores every linear layer but the head in a format.
+    """Stores every linear layer but the head in a format."""
 
-    format_of: of a weight. study: what a layer reads, [tokens, K] FLOAT of each text → what chooses parts of its rows.
-    """
-
-    format_of: Callable[[ir.Value], QuantConfig]
-    calibration: Calibration
+    format_of: Callable[[ir.Value], QuantConfig]  # weight → its format
+    calibration: Calibration  # texts
+    # (input of a layer in each text, [tokens, K] FLOAT; number of threads) → function that chooses parts of its rows
     study: Callable[[Sequence[torch.Tensor], int], ChooseRows]
-    name: str = "choose_codes"
+    name: str = "choose_codes"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
         texts, threads = self.calibration.texts, self.calibration.threads
-        studied: dict[ir.Value, ChooseRows] = {}  # of the last input, which several layers may read
+        studied: dict[ir.Value, ChooseRows] = {}  # holds the last input alone, which several layers may read
         temporary, rewrites = TemporaryTensors(self.calibration.folder), 0
 
         notes: list[str] = []
 
         def choices(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Iterator[ChooseRows]:
-            """Of each matrix in a layer's weight."""
+            """Yields the choosing function of each matrix in a layer's weight."""
             if linear.experts == 1:
                 if linear.x not in studied:
                     studied.clear()
@@ -80,16 +80,16 @@ class Choose:
 
 
 def nearest_seen(linear: LinearLayer, expert: int) -> int:
-    """The expert itself, or, if no text has rows for it, the nearest one that some text has rows for."""
+    """Finds the nearest expert that has rows in some text, the expert itself if it has."""
     seen = [one for one in range(linear.experts) if any(each[one] < each[one + 1] for each in linear.starts)]
     return min(seen, key=lambda one: (abs(one - expert), one))
 
 
 def _in_parts(weight: torch.Tensor, choose: Callable[[torch.Tensor], Parts], threads: int) -> Parts:
     def task(rows: torch.Tensor) -> Parts:
-        with torch.inference_mode():  # of this thread
+        with torch.inference_mode():  # the mode belongs to a thread
             return choose(rows)
 
-    with one_thread_each(threads) as pool:
+    with single_threaded_pool(threads) as pool:
         pieces = list(pool.map(task, torch.split(weight, ROWS_AT_ONCE)))
     return [torch.cat(list(part)) for part in zip(*pieces, strict=True)]

@@ -1,5 +1,6 @@
-"""`--quant int4-awq`: smoothing by what activations are on average, and scales that clip where it costs least (AWQ,
-https://arxiv.org/abs/2306.00978).
+"""`--quant int4-awq`: smoothing by mean activations, and scales that clip where it costs least (AWQ).
+
+https://arxiv.org/abs/2306.00978
 """
 
 from collections.abc import Sequence
@@ -20,18 +21,32 @@ from enginewright.quant_methods import MethodInfo
 
 @dataclass(frozen=True)
 class Int4Awq(Int4Rtn):
-    info: ClassVar[MethodInfo] = quant_methods.INT4_AWQ
+    """Activation-aware weights of 4 bits."""
+
+    info: ClassVar[MethodInfo] = quant_methods.INT4_AWQ  # facts that need no torch
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
+        """Lists the passes that smooth, and that fit scales."""
         return [smooth_by_mean(self, calibration), Choose(lambda weight: self, calibration, by_importance)]
 
 
 def smooth_by_mean(config: QuantConfig, calibration: Calibration) -> Smooth:
+    """Makes the smoothing pass by mean activations.
+
+    Args:
+        config: format of the layers.
+        calibration: texts.
+    """
     return Smooth(config, calibration, lambda x: x.mean(0), with_weights=False)
 
 
 def by_importance(inputs: Sequence[torch.Tensor], threads: int) -> ChooseRows:
-    """Of 4-bit formats, scales are fitted where inputs are large; others are rounded to nearest."""
+    """Makes a choosing function: 4-bit scales fit best where inputs are large; other formats round to nearest.
+
+    Args:
+        inputs: input of a layer in each text, [tokens, K].
+        threads: not used.
+    """
     importance = torch.stack([x.square().sum(0) for x in inputs]).sum(0) / sum(map(len, inputs))
 
     def choose(config: QuantConfig, rows: torch.Tensor) -> Parts:

@@ -1,7 +1,7 @@
-"""Runs of weights as codes of 4 bits, with a scale and a zero point each: a code stands for (code - zero) · scale.
+"""Quantization groups of weights as 4-bit codes, with a scale and a zero point each: (code - zero) · scale.
 
-Runs are the columns [g · group, (g + 1) · group) of a row; zeros stand behind the last one of a row. In between they
-are [group, N · G]: computing across runs is quicker than along them.
+Group g has the columns [g · group, (g + 1) · group) of a row; the last one of a row is padded with zeros. Inside this
+module groups are [group, N · G]: computing across groups is quicker than along them.
 """
 
 import torch
@@ -9,16 +9,26 @@ import torch
 from enginewright.passes.quant.method import check_finite
 from enginewright.plugins.gemm.gemm_w4a8 import MIDDLE
 
-LARGEST = 15  # codes are in [0, 15]
-SHRINKS = tuple(1.05 - step / 20 for step in range(11))  # of the scale that reaches all of a run
+MAX_CODE = 15  # codes are in [0, 15]
+# factors that are tried on the scale that reaches a whole group
+SHRINKS = tuple(1.05 - step / 20 for step in range(11))
 
 
 def nearest(weight: torch.Tensor, group: int, zero_points: bool, name: str = "weight") -> tuple[torch.Tensor, ...]:
-    """Scales BFLOAT16 and zeros INT8 [N, G] of a weight [N, K] FLOAT that reach all of each run.
+    """Chooses scales and zero points that reach all numbers of each group.
 
-    With zero points, codes reach from the smallest number of a run to its largest, and 0 is always one of them.
+    With zero points, codes reach from the smallest number of a group to its largest, and 0 is always one of them.
     Without, zeros are MIDDLE; the number of largest magnitude (of two, the negative one) is at first -8, and then the
     scale is fitted to the codes by least squares.
+
+    Args:
+        weight: FLOAT [N, K].
+        group: columns of a group.
+        zero_points: True if groups have zero points.
+        name: name of the weight, for errors.
+
+    Returns:
+        Scales BFLOAT16 [N, G] and zeros INT8 [N, G].
 
     Raises:
         EngineError: the weight holds NaN or infinity.
@@ -32,15 +42,21 @@ def nearest(weight: torch.Tensor, group: int, zero_points: bool, name: str = "we
 def fitted(
     weight: torch.Tensor, group: int, zero_points: bool, importance: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with the least error where activations are large.
+    """Chooses scales and zero points with the least error where activations are large.
 
-    The error of a layer's result that one run's rounding leaves is about Σ h_k (w_k - q_k)², with h_k the mean square
-    of what column k is multiplied with. A scale below the one that reaches the largest weight clips it and is finer
+    The error of a layer's result from one group's rounding is about Σ h_k (w_k - q_k)², with h_k the mean square of
+    what column k is multiplied with. A scale below the one that reaches the largest weight clips it and is finer
     everywhere else: several are tried, each fitted to its codes by least squares (the clipping of AWQ,
     https://arxiv.org/abs/2306.00978, with the importance of columns in it).
 
     Args:
+        weight: FLOAT [N, K].
+        group: columns of a group.
+        zero_points: True if groups have zero points.
         importance: h, [K], at least 0.
+
+    Returns:
+        Scales BFLOAT16 [N, G] and zeros INT8 [N, G].
     """
     runs = _runs(weight, group)
     h = _runs(importance.unsqueeze(0) + 1e-6 * importance.mean() + 1e-30, group).repeat(1, len(weight))
@@ -57,7 +73,17 @@ def fitted(
 
 
 def codes_of(weight: torch.Tensor, group: int, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """UINT8 [N, K]: the codes nearest to a weight, with these scales and zeros [N, G]."""
+    """Rounds a weight to the nearest codes.
+
+    Args:
+        weight: FLOAT [N, K].
+        group: columns of a group.
+        scale: scales [N, G].
+        zero: zero points [N, G].
+
+    Returns:
+        Codes UINT8 [N, K].
+    """
     zeros = zero.float().flatten()
     codes = _rounded(_runs(weight, group), scale.flatten(), zeros).add_(zeros)
     return codes.to(torch.uint8).t().reshape(len(weight), -1)[:, : weight.shape[1]]
@@ -76,22 +102,22 @@ def _reaching_all(runs: torch.Tensor, zero_points: bool) -> tuple[torch.Tensor, 
     if not zero_points:
         return torch.where(-low >= high, low, high) / -MIDDLE, torch.full_like(low, MIDDLE)
     low, high = low.clamp(max=0), high.clamp(min=0)
-    scale = (high - low) / LARGEST
-    return scale, (-low / _step(scale.bfloat16())).round().clamp(0, LARGEST)
+    scale = (high - low) / MAX_CODE
+    return scale, (-low / _step(scale.bfloat16())).round().clamp(0, MAX_CODE)
 
 
 def _least_squares(runs: torch.Tensor, codes: torch.Tensor, h: torch.Tensor | None = None) -> torch.Tensor:
-    """The scales that suit codes (less their zeros) best."""
+    """Fits scales to codes (less their zeros) by least squares."""
     weighted = codes if h is None else codes * h
     return ((runs * weighted).sum(0) / (codes * weighted).sum(0).clamp(min=1e-30)).bfloat16()
 
 
 def _rounded(runs: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Codes less their zeros, as floats."""
+    """Returns codes less their zeros, as floats."""
     codes = (runs / _step(scale)).round_()
-    return torch.minimum(torch.maximum(codes, -zero, out=codes), LARGEST - zero, out=codes)
+    return torch.minimum(torch.maximum(codes, -zero, out=codes), MAX_CODE - zero, out=codes)
 
 
 def _step(scale: torch.Tensor) -> torch.Tensor:
-    """A scale to divide by: it may be negative, and is 0 for runs of zeros."""
+    """Returns a scale to divide by: scales may be negative, and are 0 for groups of zeros."""
     return torch.where(scale != 0, scale.float(), 1.0)

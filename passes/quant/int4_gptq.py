@@ -1,5 +1,6 @@
-"""`--quant int4-gptq`: column after column, what rounding one column does to a layer's result is made up for by the
-columns that are not rounded yet (GPTQ, https://arxiv.org/abs/2210.17323).
+"""`--quant int4-gptq`: rounds column after column, and later columns compensate for the errors of earlier ones (GPTQ).
+
+https://arxiv.org/abs/2210.17323
 """
 
 from collections.abc import Sequence
@@ -13,25 +14,25 @@ from enginewright import quant_methods
 from enginewright.errors import UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.choose import Choose, ChooseRows, Parts
-from enginewright.passes.quant.int4_codes import LARGEST, fitted
+from enginewright.passes.quant.int4_codes import MAX_CODE, fitted
 from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.method import Calibration, QuantConfig
-from enginewright.passes.streaming import one_thread_each
+from enginewright.passes.streaming import single_threaded_pool
 from enginewright.quant_methods import MethodInfo
 
-BLOCK = 128  # columns whose effect on all later ones is taken together
+BLOCK = 128  # columns whose effect on all later ones is applied at once
 
 
 @dataclass(frozen=True)
 class Int4Gptq(Int4Rtn):
-    """act_order: columns with the largest activations come first. Groups stay where they are in memory, with scales
-    that were chosen beforehand ("static groups"), so that nothing is permuted when the engine runs.
-    damping: what is added to the Hessian's diagonal, as a fraction of the diagonal's mean (`damp_percent` of AutoGPTQ
-    and GPTQModel). A text, since recipes hold no fractions.
-    """
+    """GPTQ weights of 4 bits."""
 
-    info: ClassVar[MethodInfo] = quant_methods.INT4_GPTQ
+    info: ClassVar[MethodInfo] = quant_methods.INT4_GPTQ  # facts that need no torch
+    # True if columns with the largest activations are rounded first; groups stay where they are in memory, with scales
+    # that are chosen beforehand ("static groups"), so that nothing is permuted when the engine runs
     act_order: bool = True
+    # number added to the Hessian's diagonal, as a fraction of the diagonal's mean (`damp_percent` of AutoGPTQ and
+    # GPTQModel); a text, since recipes hold no fractions
     damping: str = "0.01"
 
     def __post_init__(self) -> None:
@@ -48,9 +49,16 @@ class Int4Gptq(Int4Rtn):
             )
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
+        """Lists the pass that chooses codes."""
         return [Choose(lambda weight: self, calibration, self.study)]
 
     def study(self, inputs: Sequence[torch.Tensor], threads: int) -> ChooseRows:
+        """Makes the function that chooses codes.
+
+        Args:
+            inputs: input of a layer in each text, [tokens, K].
+            threads: number of threads.
+        """
         hessian = _hessian(inputs, threads)
         diagonal = hessian.diagonal().clone()
         order = diagonal.argsort(descending=True, stable=True) if self.act_order else torch.arange(len(diagonal))
@@ -69,7 +77,7 @@ class Int4Gptq(Int4Rtn):
 
 
 def _hessian(inputs: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
-    """Xᵀ X over all texts, divided by their tokens: [K, K]."""
+    """Computes Xᵀ X over all texts, divided by their tokens: [K, K]."""
 
     def square(x: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
@@ -77,14 +85,14 @@ def _hessian(inputs: Sequence[torch.Tensor], threads: int) -> torch.Tensor:
 
     columns = inputs[0].shape[1]
     total = torch.zeros(columns, columns)
-    with one_thread_each(threads) as pool:
+    with single_threaded_pool(threads) as pool:
         for part in pool.map(square, inputs):
             total += part
     return total / sum(map(len, inputs))
 
 
 def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse, which holds what each column's error asks of the later ones."""
+    """Computes the upper Cholesky factor of the inverse, which spreads a column's error over later columns."""
     diagonal = hessian.diagonal()
     mean = float(diagonal.mean())
     diagonal += damping * mean if mean > 0 else 1.0
@@ -94,7 +102,7 @@ def _inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
 
 
 def _solve(weight: torch.Tensor, factor: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Codes [n, K], as floats, with scale and zero [n, K] of each column; columns in the order they are rounded in."""
+    """Rounds columns in their order; scale and zero are [n, K]. Returns codes [n, K], as floats."""
     weight = weight.clone()
     codes = torch.empty_like(weight)
     step = torch.where(scale != 0, scale, 1.0)
@@ -103,11 +111,11 @@ def _solve(weight: torch.Tensor, factor: torch.Tensor, scale: torch.Tensor, zero
         block, within = weight[:, begin:end].clone(), factor[begin:end, begin:end]
         errors = torch.empty_like(block)
         for column in range(end - begin):
-            at = begin + column
+            index = begin + column
             w = block[:, column]
-            code = (w / step[:, at] + zero[:, at]).round().clamp(0, LARGEST)
-            codes[:, at] = code
-            errors[:, column] = (w - (code - zero[:, at]) * scale[:, at]) / within[column, column]
+            code = (w / step[:, index] + zero[:, index]).round().clamp(0, MAX_CODE)
+            codes[:, index] = code
+            errors[:, column] = (w - (code - zero[:, index]) * scale[:, index]) / within[column, column]
             block[:, column + 1 :] -= errors[:, column, None] * within[column, column + 1 :]
         weight[:, end:] -= errors @ factor[begin:end, end:]
     return codes

@@ -1,4 +1,7 @@
-"""`--quant int8-sq`: w8a8 behind smoothing, with α searched by layer (SmoothQuant, https://arxiv.org/abs/2211.10438)."""
+"""`--quant int8-sq`: w8a8 after smoothing, with α searched for each layer (SmoothQuant).
+
+https://arxiv.org/abs/2211.10438
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +14,7 @@ from enginewright.errors import UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.method import Calibration, QuantConfig
 from enginewright.passes.quant.smooth import Smooth
-from enginewright.passes.quant.static_scales import FixScales, largest_seen
+from enginewright.passes.quant.static_scales import FixScales, observed_amax
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.plugins.target import Target
 from enginewright.quant_methods import MethodInfo
@@ -21,9 +24,10 @@ SCHEMES = ("dynamic", "static")
 
 @dataclass(frozen=True)
 class Int8Sq(W8A8):
-    """activation_scheme: whether scales of activations are those of each token, or fixed for all by calibration."""
+    """Smoothed weights and activations of 8 bits."""
 
-    info: ClassVar[MethodInfo] = quant_methods.INT8_SQ
+    info: ClassVar[MethodInfo] = quant_methods.INT8_SQ  # facts that need no torch
+    # scales of activations: each token's own, or fixed for all by calibration ("static")
     activation_scheme: str = "dynamic"
 
     def __post_init__(self) -> None:
@@ -38,15 +42,19 @@ class Int8Sq(W8A8):
         return self.activation_scheme == "static"
 
     @property
-    def unseen(self) -> QuantConfig:
+    def without_data(self) -> QuantConfig:
+        """The method for layers that no text streams through: scales of activations are dynamic."""
         return replace(self, activation_scheme="dynamic")
 
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
+        """Lists the passes that smooth, and that fix scales of activations if they are static."""
         smooth = Smooth(self, calibration, lambda x: x.amax(0), with_weights=True)
         return [smooth, FixScales(self.group_size, calibration)] if self._static else [smooth]
 
-    def foresee(self) -> Sequence[Pass]:
+    def plan_without_data(self) -> Sequence[Pass]:
+        """Lists the pass that gives static scales their place in the plan."""
         return [FixScales(self.group_size, None)] if self._static else []
 
-    def largest_of(self, runs: torch.Tensor, target: Target) -> torch.Tensor:
-        return largest_seen(runs) if self._static and target.static_scales else super().largest_of(runs, target)
+    def amax_of(self, runs: torch.Tensor, target: Target) -> torch.Tensor:
+        """Returns the observed amax for static scales, otherwise that of each token."""
+        return observed_amax(runs) if self._static and target.static_scales else super().amax_of(runs, target)

@@ -1,4 +1,4 @@
-"""The pass that applies a quantization method: it takes up every linear layer and every embedding."""
+"""Applies a quantization method to every linear layer and every embedding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +25,14 @@ BF16 = Bf16()
 
 @dataclass(frozen=True)
 class Quantize:
-    """Applies a method to a dense graph, for a target."""
+    """Replaces linear layers and embeddings of a dense graph by the kernels' ops, for a target."""
 
-    config: QuantConfig
-    target: Target = CPU_TARGET
+    config: QuantConfig  # the method
+    target: Target = CPU_TARGET  # target, which decides the precision of activations
 
     @property
     def name(self) -> str:
+        """Name of the pass."""
         return f"quantize_{self.config.name.replace('-', '_')}"
 
     def __call__(self, model: ir.Model) -> PassResult:
@@ -51,10 +52,17 @@ class Quantize:
 
 
 def table_methods(model: ir.Model, config: QuantConfig) -> dict[ir.Value, QuantConfig]:
-    """The methods of weights with a row for each token: of embeddings and the head.
+    """Chooses the methods of weights with a row for each token: embeddings and the head.
+
+    Args:
+        model: the dense graph.
+        config: the method of the build.
+
+    Returns:
+        Weight → method.
 
     Raises:
-        UsageError: the head is to have one of its own, and shares its table with an embedding.
+        UsageError: the head should have a method of its own, but shares its table with an embedding.
     """
     tables = [gather.inputs[0] for gather in nodes_of(model, "Gather")]
     methods = {table: config.tables for table in tables if table is not None and table.is_initializer()}
@@ -75,7 +83,7 @@ class _Run:
         self.model, self.config, self.target = model, config, target
         self.rewrites = 0
         self.refusals: list[str] = []
-        self._methods = table_methods(model, config)  # of weights that have another method than `config`
+        self._methods = table_methods(model, config)  # methods of weights that do not have `config`
         self._weights: dict[ir.Value, Sequence[ir.Value]] = {}
         self._rounded: dict[tuple[object, ...], Sequence[ir.Value]] = {}
 
@@ -93,10 +101,10 @@ class _Run:
         transpose, *own = found.nodes
         replace(own, [*rounding, gemm], [(found.output, gemm.outputs[0])])
         self.rewrites += 1
-        del transpose  # another layer may share it (a tied head); cleanup removes it when nobody does
+        del transpose  # another layer may share it (a tied head); cleanup removes it if none does
 
     def by_head(self, node: ir.Node) -> None:
-        """Heads' own weights stay bfloat16, whatever the method: they are few."""
+        """Keeps heads' own weights in bfloat16, whatever the method: they are few."""
         x, weight = node.inputs
         assert x is not None and weight is not None
         self._methods[weight] = BF16
@@ -120,13 +128,13 @@ class _Run:
         attributes = {name: attribute.value for name, attribute in one.attributes.items()}
         gemm = plugin.node(inputs, **{**attributes, "epilogue": node.attributes["epilogue"].as_string()})
         gemm.name = node.name
-        for index in range(len(one.inputs)):  # it reads nothing any more
+        for index in range(len(one.inputs)):  # detaches the node, which is discarded
             one.replace_input_with(index, None)
         replace([node], [*rounding, gemm], [(found.output, gemm.outputs[0])])
         self.rewrites += 1
 
     def router(self, node: ir.Node) -> None:
-        """Routers stay in the precision that engines are built from, whatever experts become."""
+        """Keeps routers in bfloat16, whatever the method of the experts."""
         weight = operand(node, 1)
         if weight not in self._weights:
             self._weights[weight] = Bf16().weights(weight)
@@ -149,7 +157,7 @@ class _Run:
         self.rewrites += 1
 
     def swap_initializers(self) -> None:
-        """Quantized weights take the names of what they stand for."""
+        """Replaces weights by their quantized parts, which take over their names."""
         initializers = self.model.graph.initializers
         for old, new in self._weights.items():
             assert old.name is not None
@@ -165,22 +173,22 @@ class _Run:
 
     def _quantized(self, weight: ir.Value) -> Sequence[ir.Value]:
         if weight not in self._weights:
-            already = stored(weight)
-            parts = [_alike(part) for part in already.parts] if already else self._method(weight).weights(weight)
+            existing = stored(weight)
+            parts = [_copy(part) for part in existing.parts] if existing else self._method(weight).weights(weight)
             self._weights[weight] = parts
         return self._weights[weight]
 
     def _method(self, weight: ir.Value) -> QuantConfig:
-        already = stored(weight)
-        return already.stored_as if already else self._methods.get(weight, self.config)
+        existing = stored(weight)
+        return existing.stored_as if existing else self._methods.get(weight, self.config)
 
     def _round(self, x: ir.Value, method: QuantConfig) -> tuple[Sequence[ir.Value], list[ir.Node]]:
-        """x in the precision of activations; layers with one input share it."""
-        (to, group), largest = method.precision(self.target), method.activation_largest(self.target)
-        if (x, to, group, largest) in self._rounded:
-            return self._rounded[x, to, group, largest], []
+        """Rounds x to the precision of activations, once for all layers that read it."""
+        (to, group), amax = method.precision(self.target), method.activation_amax(self.target)
+        if (x, to, group, amax) in self._rounded:
+            return self._rounded[x, to, group, amax], []
         if to in CODES:
-            given = [self._vector(f"{x.name}.largest", largest)] if largest else []
+            given = [self._vector(f"{x.name}.largest", amax)] if amax else []
             node = QUANTIZE_ROWS.node([x, *given], to=int(to), group=group)
             node.name = f"{x.name}.quantized"
             for output, name in zip(node.outputs, (node.name, f"{node.name}.scale"), strict=True):
@@ -189,7 +197,7 @@ class _Run:
             assert x.shape is not None
             rounded = typed(f"{x.name}.rounded", to, x.shape.dims)
             node = standard("Cast", [x], [rounded], str(rounded.name), to=int(to))
-        self._rounded[x, to, group, largest] = node.outputs
+        self._rounded[x, to, group, amax] = node.outputs
         return node.outputs, [node]
 
     def _vector(self, name: str, numbers: Sequence[float]) -> ir.Value:
@@ -200,6 +208,6 @@ class _Run:
         return value
 
 
-def _alike(part: ir.Value) -> ir.Value:
-    """For this graph: there is one for each target, and a value belongs to one graph."""
+def _copy(part: ir.Value) -> ir.Value:
+    """Copies a value, which belongs to one graph, for the graph of another target."""
     return ir.Value(name=part.name, type=part.type, shape=part.shape, const_value=part.const_value)

@@ -1,7 +1,7 @@
-"""Where the channels of a linear layer's input can be scaled without another op: what writes them is a weight's rows.
+"""Finds inputs of linear layers whose channels can be scaled without another op, since rows of a weight write them.
 
-y = (x / s) (W · s)ᵀ for any s, so that channels of x and of W can share what is hard to quantize between them
-(https://arxiv.org/abs/2211.10438, https://arxiv.org/abs/2306.00978). 1 / s moves into what is before:
+y = (x / s) (W · s)ᵀ for any s, so that channels of x and of W can share what is hard to quantize
+(https://arxiv.org/abs/2211.10438, https://arxiv.org/abs/2306.00978). 1 / s moves into the weights before:
 
     a norm's weight                      QKV, gate and up; those of all experts, and their router, which stays exact
     V's rows, by KV head                 O: all query heads of a KV head read the same channels
@@ -30,29 +30,29 @@ from enginewright.plugins.plugin import int_of, operand
 
 @dataclass(frozen=True)
 class Site:
-    """What can be scaled, and the weights that have to be scaled with it."""
+    """A value that can be scaled, and the weights that have to be scaled with it."""
 
-    linears: tuple[LinearLayer, ...]  # layers that read it; experts', if there are some, first
+    linears: tuple[LinearLayer, ...]  # layers that read it; those of experts, if there are any, come first
     before: tuple[ir.Value, ...]  # weights and biases that write it
-    first: int  # of each matrix of `before`, the row that writes the first channel
-    channels: int
-    repeats: int = 1  # how many runs of head_dim channels, one behind the other, come from one run of `before`
-    head_dim: int = 1
-    experts: int = 1  # that have factors of their own
-    power: float = 1.0  # of `before`, in what is scaled
-    routers: tuple[ir.Value, ...] = ()  # weights [experts, K] that read it and are not rounded any further
+    first: int  # row of each matrix in `before` that writes the first channel
+    channels: int  # number of channels
+    repeats: int = 1  # groups of head_dim channels, one after another, that come from one group of `before`
+    head_dim: int = 1  # channels of a group
+    experts: int = 1  # experts with factors of their own
+    power: float = 1.0  # power of `before` in the scaled value
+    routers: tuple[ir.Value, ...] = ()  # weights [experts, K] of routers that read it and are not rounded any further
 
     def narrow(self, columns: torch.Tensor) -> torch.Tensor:
-        """[K] → [channels]: the largest of the columns that come from one channel."""
+        """Reduces [K] to [channels]: the maximum of the columns that come from one channel."""
         return columns.view(-1, self.repeats, self.head_dim).amax(1).flatten()
 
     def widen(self, factors: torch.Tensor) -> torch.Tensor:
-        """[..., channels] → [..., K]."""
+        """Repeats [..., channels] for the columns that come from them, [..., K]."""
         runs = torch.unflatten(factors, -1, (-1, 1, self.head_dim))
         return runs.expand(*[-1] * factors.dim(), self.repeats, -1).flatten(-3)
 
     def apply(self, factors: torch.Tensor) -> None:
-        """Divide what is read by these factors [experts, channels], and multiply the weights that read it."""
+        """Divides the value by these factors [experts, channels], and multiplies the weights that read it."""
         for weight in (*(linear.weight for linear in self.linears), *self.routers):
             scale(weight, columns=self.widen(factors))
         for weight in self.before:
@@ -62,7 +62,14 @@ class Site:
 
 
 def sites(model: ir.Model) -> tuple[list[Site], list[str]]:
-    """All of a dense graph; and why other linear layers have none, a sentence each."""
+    """Finds the sites of a dense graph.
+
+    Args:
+        model: the dense graph.
+
+    Returns:
+        The sites, and the reasons why other linear layers have none, a sentence each.
+    """
     readers: dict[ir.Value, list[LinearLayer]] = {}
     head = head_of(model)
     kept = None if head is None else head.weight
@@ -82,7 +89,7 @@ def sites(model: ir.Model) -> tuple[list[Site], list[str]]:
 
 
 def _entry(linear: LinearLayer) -> ir.Node:
-    """The node through which a layer reads: that which sorts rows by expert in front of it, or its own product."""
+    """Returns the node through which a layer reads: the one that sorts its rows by expert, or its product."""
     sort = made_by(linear.x, SORT_ROWS.name, DOMAIN)
     if sort is not None and only_used_by(linear.x, *linear.nodes):
         return sort
@@ -92,7 +99,7 @@ def _entry(linear: LinearLayer) -> ir.Node:
 def _site(x: ir.Value, linears: tuple[LinearLayer, ...]) -> Site | str:
     routes = [user for user in x.consumers() if user.op_type == ROUTE.name and user.domain == DOMAIN]
     if not only_used_by(x, *(_entry(linear) for linear in linears), *routes):
-        return "others than linear layers read it."
+        return "ops other than linear layers read it."
     if any(stored(linear.weight) for linear in linears):
         return "a weight that reads it is quantized already."
     norm = made_by(x, "RMSNormalization")
@@ -133,9 +140,9 @@ def _rows(
     head_dim: int = 1,
     power: float = 1.0,
 ) -> Site | str:
-    """Where a value is rows of a linear layer, perhaps one of several that were stacked."""
+    """Makes the site of a value that rows of a linear layer write, perhaps one of several that were stacked."""
     if value is None or not only_used_by(value, *users):
-        return "others read what it is made of."
+        return "other ops read what it is made of."
     first, split = 0, made_by(value, "Split")
     if split is not None and split.inputs[1] is not None:
         first = int(read(split.inputs[1])[: split.outputs.index(value)].sum())

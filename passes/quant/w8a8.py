@@ -1,8 +1,8 @@
-"""`--quant w8a8`: int8 weights with a scale an output row, int8 activations with a scale for each run of columns.
+"""`--quant w8a8`: int8 weights with a scale for each output row, int8 activations with one for each group of columns.
 
-Short runs keep outlier channels of activations from taking the precision of all others: of SmolLM2, the divergence from
-the BF16 model is a fifth of what one scale a token costs. Tables are those of `int8-wo`, and the head's activations are
-int8, too.
+Small groups keep outlier channels of activations from reducing the precision of all others: for SmolLM2, the divergence
+from the BF16 model is a fifth of that with one scale for each token. Tables are those of `int8-wo`, and the head's
+activations are int8, too.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,22 @@ from enginewright.quant_methods import MethodInfo
 
 @dataclass(frozen=True)
 class W8A8(Int8Wo):
-    """group_size: columns of activations that share a scale, a multiple of 32 up to 512; 0 is all of a token."""
+    """Weights and activations of 8 bits."""
 
-    info: ClassVar[MethodInfo] = quant_methods.W8A8
-    group_size: int = 32
+    info: ClassVar[MethodInfo] = quant_methods.W8A8  # facts that need no torch
+    group_size: int = 32  # columns of activations that share a scale, a multiple of 32 up to 512; 0 is a whole token
 
     @property
     def activation_group(self) -> int:
+        """Columns of INT8 activations that share a scale."""
         return self.group_size
 
     def precision(self, target: Target) -> Activations:
-        return target.beside_int8(self.activation_group)
+        """Returns the target's activations for INT8 weights."""
+        return target.activations_for_int8(self.activation_group)
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        """Makes a GemmW8A8."""
         (q, q_scale), (weight, scale) = x, weights
         inputs = [q, weight, q_scale, scale, bias]
         group = self.group_size if width_of(q_scale) > 1 else 0
@@ -42,10 +45,12 @@ class W8A8(Int8Wo):
 
 @dataclass(frozen=True)
 class W8Table(W8A8):
-    """Of tables beside weights of 4 bits, whose activations they read."""
+    """Tables of models with 4-bit weights, which read the same activations as these."""
 
     def precision(self, target: Target) -> Activations:
-        return target.beside_four_bits(self.activation_group)
+        """Returns the target's activations for 4-bit weights."""
+        return target.activations_for_four_bits(self.activation_group)
 
     def gemm(self, x: Sequence[ir.Value], weights: Sequence[ir.Value], bias: ir.Value | None) -> ir.Node:
+        """Makes a GemmW8A8 for INT8 activations, otherwise a GemmW8A16."""
         return super().gemm(x, weights, bias) if len(x) > 1 else Int8Wo.gemm(self, x, weights, bias)
