@@ -1,4 +1,4 @@
-"""The ops of the domain `enginewright`: one file each, with schema, reference and kernels."""
+"""The ops of the domain `enginewright`: one file for each, with schema, reference and kernels."""
 
 from enginewright.plugins.expand import expand_references
 from enginewright.plugins.kernel import KernelBinding

@@ -1,6 +1,6 @@
-"""What GPUs of each architecture have, as far as it decides what is launched on them.
+"""Facts about GPUs of each architecture that decide what is launched on them.
 
-Launches are chosen for the GPUs that are named here; others of the architecture run the same.
+Launches are chosen for the GPUs that are named here; others of the same architecture run the same launches.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,15 @@ class ArchSpec:
     """
 
     name: str  # one of targets.SMS, or PTX
-    multiprocessors: int
-    shared_bytes: int = 99 << 10  # of a block, at most; code for sm_80 runs on 8.6, too, which has no more
-    wgmma_gemm: bool = False  # gemm_wgmma in place of gemm_large
-    wgmma_prefill: bool = False  # paged_prefill_wgmma in place of paged_prefill
+    multiprocessors: int  # multiprocessors of the GPU
+    # limit of a block's shared memory, in bytes; code for sm_80 runs on 8.6, too, which has no more
+    shared_bytes: int = 99 << 10
+    wgmma_gemm: bool = False  # True if gemm_wgmma replaces gemm_large
+    wgmma_prefill: bool = False  # True if paged_prefill_wgmma replaces paged_prefill
 
     @property
     def shared_bytes_of_two(self) -> int:
-        """Of each of two blocks on a multiprocessor, where the system takes 1 KB for a block."""
+        """Limit for two blocks on a multiprocessor, in bytes each; the system takes 1 KB for a block."""
         return (self.shared_bytes + 1024) // 2 - 1024
 
 
@@ -43,13 +44,18 @@ ARCHITECTURES = {
         ArchSpec("sm_90a", 132, shared_bytes=227 << 10),  # H100 SXM, H200
         ArchSpec("sm_100a", 148, shared_bytes=227 << 10),  # B200
         ArchSpec("sm_120", 170),  # GeForce RTX 5090; RTX PRO 6000 has 188
-        ArchSpec(PTX, 132),  # any GPU: the middle of the others
+        ArchSpec(PTX, 132),  # any GPU: the median of the others
     )
 }
 
 
 def by_architecture(call: Call, launches_on: Callable[[ArchSpec], Sequence[Launch]]) -> tuple[Launch, ...]:
-    """What a call launches on each of the architectures that it is lowered for; what they share stands there once."""
+    """Lists the launches of a call on each architecture that it is lowered for; shared launches are listed once.
+
+    Args:
+        call: the call.
+        launches_on: architecture → launches there.
+    """
     assert call.architectures, "a call for GPUs is lowered for some architecture"
     names: dict[Launch, tuple[str, ...]] = {}
     for name in call.architectures:

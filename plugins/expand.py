@@ -1,4 +1,4 @@
-"""A graph in standard ops only: every op of ours replaced by its reference."""
+"""Makes a graph of standard ops only: every op of ours is replaced by its reference."""
 
 import onnx_ir as ir
 
@@ -8,7 +8,7 @@ from enginewright.plugins.writer import Writer
 
 
 def expand_references(model: ir.Model) -> ir.Model:
-    """A copy that onnxruntime runs: references inlined. Weights are shared and not read."""
+    """Copies a graph with references inlined, so that onnxruntime runs it. Weights are shared and not read."""
     expanded = model.clone()
     graph = expanded.graph
     for node in list(graph):
@@ -24,5 +24,5 @@ def expand_references(model: ir.Model) -> ir.Model:
 
 
 def _own(write: Writer, node: ir.Node, value: ir.Value) -> ir.Value:
-    """A value that the reference itself made, so that it may take an output's name: not one of the node's inputs."""
+    """Makes sure that a value is not one of the node's inputs, so that it may take an output's name."""
     return write.op("Identity", value) if value in node.inputs else value

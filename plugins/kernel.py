@@ -1,4 +1,4 @@
-"""How a node becomes a kernel call: which operand each of its inputs and outputs is, and what a GPU launches for it."""
+"""The mapping of a node to a kernel call: roles of its inputs and outputs, and the launches on a GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,97 +15,104 @@ class KernelBinding:
     """A kernel for one op on one target."""
 
     kernel: str  # versioned name, `gemm_bf16@1`
-    # The role that each input and output of the node has, in order; "" for one that the kernel does not take (a cache
-    # that comes out changed is the one that went in).
+    # Role of each input and output of the node, in order; "" for one that the kernel does not have (a cache as an
+    # output is the cache that went in).
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    attributes: tuple[str, ...] = ()  # those of the node that the kernel is given
-    # role of an output → index of the input whose memory it may take
+    attributes: tuple[str, ...] = ()  # attributes of the node that the kernel has, too
+    # role of an output → index of the input whose memory it may use
     in_place: Mapping[str, int] = field(default_factory=dict)
-    # call → (role, rows, columns) of an f32 buffer that only this call uses, if it wants one
+    # call → (role, rows, columns) of an f32 buffer that only this call uses; None: no buffer
     scratch: "Callable[[Call], tuple[str, Linear, int] | None] | None" = None
-    # role → dtype of a weight that has a byte for each number in the graph alone
+    # role → dtype of a weight whose numbers have a byte each in the graph alone
     packed: Mapping[str, str] = field(default_factory=dict)
 
     def on_cuda(self, launches: "Callable[[Call], tuple[Launch, ...]]", **sources: str) -> "CudaKernel":
-        """The same call where GPUs launch `launches` for it. sources: function → its header in csrc/cuda."""
+        """Makes the GPU kernel of the same call.
+
+        Args:
+            launches: call → its launches.
+            sources: function → the name of its header in csrc/cuda.
+        """
         headers = {function: f"{stem}.cuh" for function, stem in sources.items()}
         return CudaKernel(**vars(self), launches=launches, sources=headers)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """An operand as kernels are specialized to it."""
+    """An operand, by the facts that kernels are specialized to."""
 
-    dtype: str
-    rows: Linear
-    columns: int  # of a cache's plane: elements of a head
+    dtype: str  # number type
+    rows: Linear  # number of rows
+    columns: int  # number of columns; for a cache's plane: elements of a head
     stride: int  # elements from one row to the next
-    padded: int  # columns: the matrix's own, and those behind them that hold zeros
-    layout: str = "plain"
-    block_stride: int = 0  # of a cache's plane: bytes from one block to the next
-    column: int = 0  # of its buffer, or element of a slot, where it begins
+    padded: int  # columns, including those after the matrix's own that hold zeros
+    layout: str = "plain"  # layout of a weight
+    block_stride: int = 0  # bytes from one block of a cache's plane to the next
+    column: int = 0  # first column in its buffer, or first element in a slot
 
 
 @dataclass(frozen=True)
 class Call:
     """A kernel call that is being lowered."""
 
-    operands: Mapping[str, Matrix]  # by role, without optional ones that are absent
-    attributes: Mapping[str, int | float | str]
-    architectures: tuple[str, ...] = ()  # of GPUs, those that it is to run on
-    batch_invariant: bool = False  # a row of the result has the same bits, however many there are
-    dims: Sequence[str] = COMMON_DIMS  # of the plan
+    operands: Mapping[str, Matrix]  # role → operand, without optional ones that are absent
+    attributes: Mapping[str, int | float | str]  # constants of the kernel
+    architectures: tuple[str, ...] = ()  # GPU architectures that it has to run on
+    batch_invariant: bool = False  # True if a row of the result has the same bits, whatever the number of rows
+    dims: Sequence[str] = COMMON_DIMS  # dimensions of the plan
 
     def rows(self, role: str) -> int:
-        """The dim that an operand has as its number of rows, by its position."""
+        """Returns the position of the dimension that is an operand's number of rows."""
         position, copies = self.copies(role)
-        assert copies == 1, f"{role} has {copies} rows for each of a dim, which the kernel does not count"
+        assert copies == 1, f"{role} has {copies} rows for each of a dim, which the kernel does not support"
         return position
 
     def copies(self, role: str) -> tuple[int, int]:
-        """The dim that an operand's rows follow, by its position, and how many rows it has for each."""
+        """Returns the position of the dimension that an operand's rows follow, and the number of rows for each."""
         rows = self.operands[role].rows
         for position, dim in enumerate(self.dims):
-            for at, copies in rows.terms:
-                if at == dim and rows == linear(**{dim: copies}):
+            for name, copies in rows.terms:
+                if name == dim and rows == linear(**{dim: copies}):
                     return position, copies
-        raise AssertionError(f"{role} has rows {rows}, which kernels do not count")
+        raise AssertionError(f"{role} has rows {rows}, which kernels do not support")
 
 
 class Specialization(NamedTuple):
-    """A kernel with its constants. source: its header in csrc/cuda, or its file of Triton there. expression: its C++
-    name there. architectures: that it is compiled for; () is all. triton: what is compiled, of a kernel in Triton.
-    """
+    """A kernel with its constants."""
 
-    source: str
-    expression: str
-    architectures: tuple[str, ...] = ()
-    triton: TritonInstance | None = None
+    source: str  # header in csrc/cuda, or the file of a kernel in Triton there
+    expression: str  # name in C++, with constants
+    architectures: tuple[str, ...] = ()  # architectures that it is compiled for; (): all
+    triton: TritonInstance | None = None  # specialization of a kernel in Triton
 
 
 @dataclass(frozen=True)
 class CudaKernel(KernelBinding):
-    """A kernel for GPUs: also what is launched for a call.
+    """A kernel for GPUs, with the launches of a call."""
 
-    sources: function → its header in csrc/cuda. counters: call → (operand, rows, columns) of an i32 buffer that only
-    this call uses: zeros before the first step, and afterwards what the step before has left. triton: call → the
-    kernels in Triton among its launches, which have their expressions.
-    """
-
-    launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()
-    sources: Mapping[str, str] = field(default_factory=dict)
+    launches: Callable[[Call], tuple[Launch, ...]] = lambda _: ()  # call → its launches
+    sources: Mapping[str, str] = field(default_factory=dict)  # function → its header in csrc/cuda
+    # call → (operand, rows, columns) of an i32 buffer that only this call uses: zeros before the first step, and
+    # afterwards the values that the step before has left
     counters: Callable[[Call], tuple[str, Linear, int]] | None = None
+    # call → the kernels in Triton among its launches, which have their expressions
     triton: Callable[[Call], Sequence[TritonInstance]] = lambda _: ()
 
 
 def cuda_type(dtype: str) -> str:
-    """In C++: csrc/cuda/rows.cuh."""
+    """Names a number type in C++: csrc/cuda/rows.cuh."""
     return f"Type::{dtype}"
 
 
 def expression(function: str, struct: str, **fields: int | float | bool | str) -> str:
-    """A specialization in C++, `function<struct{.field = …}>`, in namespace enginewright; strings are enumerators."""
+    """Writes a specialization in C++, `function<struct{.field = …}>`, in namespace enginewright.
+
+    Args:
+        function: name of the template.
+        struct: type of its constants.
+        fields: the constants; strings are enumerators.
+    """
     written = ", ".join(f".{name} = {_literal(value)}" for name, value in fields.items())
     return f"{function}<{struct}{{{written}}}>"
 
@@ -117,11 +124,22 @@ def _literal(value: int | float | bool | str) -> str:
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Returns a / b, rounded up.
+
+    Args:
+        a: dividend.
+        b: divisor.
+    """
     return -(-a // b)
 
 
 def blocks(rows: Linear | int, per: int = 1) -> Extent:
-    """Blocks in one dimension of a grid: one for each `per` rows."""
+    """Makes one dimension of a grid.
+
+    Args:
+        rows: rows that the blocks share.
+        per: rows of a block.
+    """
     return Extent(rows if isinstance(rows, Linear) else Linear(rows), per)
 
 

@@ -1,4 +1,4 @@
-"""What an op of the domain `enginewright` is: a schema, a reference in standard ops, and kernels by target."""
+"""Ops of the domain `enginewright`: each has a schema, a reference in standard ops, and kernels by target."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,35 +12,37 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.writer import Writer
 
 DOMAIN = "enginewright"
-CODES = tuple(ir.DataType[dtype.onnx] for dtype in DTYPES.values() if dtype.scale_bytes)  # nothing without their scale
+# types that mean nothing without their scale
+CODES = tuple(ir.DataType[dtype.onnx] for dtype in DTYPES.values() if dtype.scale_bytes)
 Dims = tuple[int | ir.SymbolicDim, ...]
 TypeAndDims = tuple[ir.DataType, Dims]
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """An op."""
+    """An op of the domain `enginewright`."""
 
-    name: str
-    # Names in order. An input whose name ends in "?" may be absent, and an output whose name ends so is there if the
-    # attribute `to` is one of CODES: their scale.
+    name: str  # name of the op
+    # Names in order. An input whose name ends in "?" may be absent. An output whose name ends in "?" is the scale of
+    # codes, and exists if the attribute `to` is one of CODES.
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    attributes: Mapping[str, type]  # by name; every attribute is always written
-    # Writes the node in standard ops and gives what takes the place of its outputs: a function, so that optional inputs
-    # and attributes shape what is written.
+    attributes: Mapping[str, type]  # name → type; every attribute is always written
+    # Writes the node in standard ops and returns the values that replace its outputs: a function, so that it may depend
+    # on optional inputs and attributes.
     reference: Callable[[Writer, ir.Node], Sequence[ir.Value]]
-    infer: Callable[[ir.Node], Sequence[TypeAndDims]]  # dtype and dimensions of the outputs
-    # By a target's name. An op that no target runs, which a pass replaces after a while, has none.
+    infer: Callable[[ir.Node], Sequence[TypeAndDims]]  # infers dtype and dimensions of the outputs
+    # Target's name → kernel. An op that a pass replaces before the end, and so no target runs, has none.
     kernels: Mapping[str, KernelBinding] = field(default_factory=dict)
-    by_rows: bool = False  # a row of the outputs depends on that row of the inputs, on weights, and on nothing else
-    cost: Callable[[ir.Node], Cost] | None = None  # of a row of the outputs; None where it is small
+    by_rows: bool = False  # True if a row of the outputs depends only on the same row of the inputs, and on weights
+    # counts the operations of a row of the outputs; None where they are few
+    cost: Callable[[ir.Node], Cost] | None = None
 
     def check(self, node: ir.Node) -> None:
-        """Inputs, outputs and attributes of a node are those of the schema.
+        """Checks that inputs, outputs and attributes of a node are those of the schema.
 
         Raises:
-            EngineError: naming the node and what does not fit.
+            EngineError: they are not; the message names the node and what does not fit.
         """
         given = [*node.inputs, *[None] * (len(self.inputs) - len(node.inputs))]
         absent = [name for name, value in zip(self.inputs, given, strict=False) if value is None and name[-1] != "?"]
@@ -60,7 +62,12 @@ class Plugin:
         return len(self.outputs) - absent
 
     def node(self, inputs: Sequence[ir.Value | None], **attributes: int | float | str) -> ir.Node:
-        """A node of this op, checked, with its outputs typed and shaped."""
+        """Makes a node of this op, checked, with its outputs typed and shaped.
+
+        Args:
+            inputs: inputs in the schema's order; None is absent.
+            attributes: all attributes of the schema.
+        """
         node = ir.Node(
             DOMAIN,
             self.name,
@@ -80,40 +87,71 @@ def _listed(types: Mapping[str, type]) -> str:
 
 
 def operand(node: ir.Node, index: int) -> ir.Value:
-    """Input `index`, which must be there."""
+    """Returns an input that must be present.
+
+    Args:
+        node: the node.
+        index: index of the input.
+    """
     value = node.inputs[index]
     assert value is not None, f"{node.name} lacks input {index}"
     return value
 
 
 def optional(node: ir.Node, index: int) -> ir.Value | None:
+    """Returns an input; None if it is absent.
+
+    Args:
+        node: the node.
+        index: index of the input.
+    """
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 def dims_of(value: ir.Value) -> Dims:
+    """Returns the dimensions of a value, which must be known."""
     assert value.shape is not None, f"{value.name} has no shape"
     return value.shape.dims
 
 
 def width_of(value: ir.Value) -> int:
-    """The last dimension, which must be known."""
+    """Returns the last dimension of a value, which must be known."""
     width = dims_of(value)[-1]
-    assert isinstance(width, int), f"{value.name} is of unknown width"
+    assert isinstance(width, int), f"{value.name} has an unknown width"
     return width
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:
+    """Returns the number type of a value, which must be known."""
     assert value.dtype is not None, f"{value.name} has no dtype"
     return value.dtype
 
 
 def int_of(node: ir.Node, name: str) -> int:
+    """Returns an attribute that is a whole number.
+
+    Args:
+        node: the node.
+        name: name of the attribute.
+    """
     return node.attributes[name].as_int()
 
 
 def float_of(node: ir.Node, name: str) -> float:
+    """Returns an attribute that is a floating-point number.
+
+    Args:
+        node: the node.
+        name: name of the attribute.
+    """
     return node.attributes[name].as_float()
 
 
 def dtype_attribute(node: ir.Node, name: str = "to") -> ir.DataType:
+    """Returns an attribute that is a number type.
+
+    Args:
+        node: the node.
+        name: name of the attribute.
+    """
     return ir.DataType(node.attributes[name].as_int())

@@ -1,4 +1,4 @@
-"""The ops of the domain `enginewright`: one line each."""
+"""The ops of the domain `enginewright`: a line for each."""
 
 from collections.abc import Mapping
 
@@ -105,18 +105,16 @@ PLUGINS: Mapping[str, Plugin] = {
 
 
 def plugin_of(node: ir.Node) -> Plugin | None:
-    """The plugin of a node, None for a standard op.
+    """Returns the plugin of a node; None for a standard op.
 
     Raises:
-        EngineError: the node is of our domain, and we have no such op.
+        EngineError: the node has our domain, but an unknown op.
     """
     if node.domain != DOMAIN:
         return None
     plugin = PLUGINS.get(node.op_type)
     if plugin is None:
-        raise EngineError(
-            f"node {node.name} is of an unknown op {DOMAIN}.{node.op_type}", f"known: {', '.join(PLUGINS)}"
-        )
+        raise EngineError(f"node {node.name} has an unknown op {DOMAIN}.{node.op_type}", f"known: {', '.join(PLUGINS)}")
     return plugin
 
 
@@ -133,19 +131,21 @@ STANDARD_KERNELS: Mapping[str, Mapping[str, KernelBinding]] = {
 
 
 def binding_of(node: ir.Node, target: Target) -> KernelBinding:
-    """The kernel that runs a node on a target.
+    """Returns the kernel that runs a node on a target.
+
+    Args:
+        node: the node.
+        target: the target.
 
     Raises:
         EngineError: there is none; the message names the node.
-        UnsupportedModelError: there is one for another target.
+        UnsupportedModelError: only another target has one.
     """
     plugin = plugin_of(node)
     kernels = plugin.kernels if plugin else STANDARD_KERNELS.get(node.op_type, {})
     if target.name not in kernels:
         what = f"node {node.name} ({node.op_type}) has no kernel for {target.name}"
         if kernels:
-            raise UnsupportedModelError(
-                what, f"there is one for {', '.join(kernels)} alone", "Build it for that target."
-            )
-        raise EngineError(what, "no pass took it up")
+            raise UnsupportedModelError(what, f"only {', '.join(kernels)} has one", "Build it for that target.")
+        raise EngineError(what, "no pass matched it")
     return kernels[target.name]

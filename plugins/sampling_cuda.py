@@ -1,14 +1,20 @@
-"""What GPUs launch to draw tokens from a step's logits: csrc/cuda/sampling.cuh."""
+"""GPU launches that sample tokens from a step's logits: csrc/cuda/sampling.cuh."""
 
 from enginewright.plan import Launch
 from enginewright.plugins.kernel import ONE, Matrix, blocks, expression
 
 SAMPLING_SOURCES = {"sample_rows": "sampling.cuh"}
 THREADS = 1024
-BINS = 2048  # of a histogram of 64-bit sums
+BINS = 2048  # bins of a histogram of 64-bit sums
 
 
 def sampling_launch(logits: Matrix, threads: int = THREADS) -> Launch:
+    """Makes the launch that samples tokens.
+
+    Args:
+        logits: logits of the step.
+        threads: threads of a block.
+    """
     kernel = expression("sample_rows", "Sampling", vocab=logits.columns, stride=logits.stride, threads=threads)
     return Launch(
         kernel,
@@ -20,5 +26,5 @@ def sampling_launch(logits: Matrix, threads: int = THREADS) -> Launch:
 
 
 def _shared_bytes(threads: int) -> int:
-    """Of SamplingMemory: a list of two tokens a thread; two sums a warp; the histogram; four numbers."""
+    """Computes the bytes of SamplingMemory: two tokens a thread, two sums a warp, the histogram, four numbers."""
     return 8 * 2 * threads + 8 * 2 * (threads // 32) + 8 * BINS + 32

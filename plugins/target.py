@@ -1,6 +1,6 @@
-"""What a platform decides: an object for each, which passes, lowering and the gate ask.
+"""Platforms: an object for each makes the decisions that passes, lowering and the gate need.
 
-`enginewright.targets` has their names, and what people may write. A third platform is a class here, an executor in
+`enginewright.targets` has their names, and what users may write. A third platform is a class here, an executor in
 `runtime/device/devices.py`, and kernels by its name in the files of the ops that it runs.
 """
 
@@ -18,87 +18,101 @@ from enginewright.targets import CPU, CUDA, PTX, SMS, architectures, platforms_o
 
 
 class Activations(NamedTuple):
-    """How a GEMM reads its activations."""
+    """The form in which a GEMM reads its activations."""
 
-    dtype: ir.DataType = ir.DataType.BFLOAT16
-    group: int = 0  # columns that share a scale, where they are codes; 0 is all of a row
+    dtype: ir.DataType = ir.DataType.BFLOAT16  # number type
+    group: int = 0  # columns that share a scale, if they are codes; 0 is a whole row
 
 
 class Target(ABC):
-    """A platform, as the compiler knows it: there is one graph and one plan for each."""
+    """A platform of the compiler, which makes one graph and one plan for each."""
 
-    name: ClassVar[str]  # as `enginewright.targets` has it, and the engine's section `plan/<name>`
-    runs_in_builds: ClassVar[bool]  # whether builds run the engine to measure it, or compute what it would give
-    static_scales: ClassVar[bool]  # whether kernels take scales of activations that calibration has fixed
-    architectures: tuple[str, ...] = ()  # of GPUs, what kernels are compiled for
-
-    @abstractmethod
-    def beside_int8(self, group: int) -> Activations:
-        """What multiplies weights of INT8, for a method that would have INT8 with a scale for `group` columns."""
+    name: ClassVar[str]  # name in `enginewright.targets`, and of the engine's section `plan/<name>`
+    runs_in_builds: ClassVar[bool]  # True if builds run the engine to measure it, False if they simulate its results
+    static_scales: ClassVar[bool]  # True if kernels take scales of activations that calibration has fixed
+    architectures: tuple[str, ...] = ()  # GPU architectures that kernels are compiled for
 
     @abstractmethod
-    def beside_four_bits(self, group: int) -> Activations:
-        """The same for weights of 4 bits, and for the INT8 tables of models that have such."""
+    def activations_for_int8(self, group: int) -> Activations:
+        """Returns the activations for INT8 weights, if the method prefers INT8 with a scale for `group` columns."""
 
     @abstractmethod
-    def beside_fp8(self, group: int) -> Activations:
-        """What multiplies weights of FLOAT8E4M3FN that have a scale for `group` columns; 0 is all of a row."""
+    def activations_for_four_bits(self, group: int) -> Activations:
+        """Returns the activations for 4-bit weights, and for the INT8 tables of models with these."""
+
+    @abstractmethod
+    def activations_for_fp8(self, group: int) -> Activations:
+        """Returns the activations for FLOAT8E4M3FN weights with a scale for `group` columns; 0 is a whole row."""
 
     @abstractmethod
     def queries(self, stored: ir.DataType) -> ir.DataType:
-        """What attention rounds queries to, which are BFLOAT16, for keys that are stored so."""
+        """Returns the type that attention rounds BFLOAT16 queries to, for keys that are stored as `stored`."""
 
     @abstractmethod
     def sampling(self, logits: Matrix) -> tuple[Launch, Mapping[str, str]] | None:
-        """What draws tokens from a step's logits in the plan, and its function's header; None where that is no part
-        of it.
+        """Makes the launch that samples from a step's logits.
+
+        Returns:
+            The launch, and function → header; None if the plan has no such launch.
         """
 
 
 class CpuTarget(Target):
+    """CPUs, on which builds run the engine to measure it."""
+
     name = CPU
     runs_in_builds = True
     static_scales = True
 
-    def beside_int8(self, group: int) -> Activations:
+    def activations_for_int8(self, group: int) -> Activations:
+        """Returns INT8 with a scale for `group` columns."""
         return Activations(ir.DataType.INT8, group)
 
-    def beside_four_bits(self, group: int) -> Activations:
+    def activations_for_four_bits(self, group: int) -> Activations:
+        """Returns INT8 with a scale for `group` columns."""
         return Activations(ir.DataType.INT8, group)
 
-    def beside_fp8(self, group: int) -> Activations:
-        """CPUs widen FP8 to BFLOAT16 to multiply it: rounding activations would lose and gain nothing."""
+    def activations_for_fp8(self, group: int) -> Activations:
+        """Returns BFLOAT16: CPUs widen FP8 to multiply it, so rounding activations would lose and gain nothing."""
         return Activations()
 
     def queries(self, stored: ir.DataType) -> ir.DataType:
+        """Returns INT8 for INT8 keys, otherwise BFLOAT16."""
         return ir.DataType.INT8 if stored == ir.DataType.INT8 else ir.DataType.BFLOAT16
 
     def sampling(self, logits: Matrix) -> None:
+        """Returns None: the runtime samples on CPUs."""
         return None
 
 
 @dataclass(frozen=True)
 class CudaTarget(Target):
+    """GPUs, for which builds compile code."""
+
     name = CUDA
     runs_in_builds = False
     static_scales = False
 
-    architectures: tuple[str, ...] = (*SMS, PTX)
+    architectures: tuple[str, ...] = (*SMS, PTX)  # GPU architectures that kernels are compiled for
 
-    def beside_int8(self, group: int) -> Activations:
-        """A scale a token: tensor cores would lose most of their speed to one for each run of columns."""
+    def activations_for_int8(self, group: int) -> Activations:
+        """Returns INT8 with a scale for each token: more scales would cost most of the tensor cores' speed."""
         return Activations(ir.DataType.INT8)
 
-    def beside_four_bits(self, group: int) -> Activations:
+    def activations_for_four_bits(self, group: int) -> Activations:
+        """Returns BFLOAT16."""
         return Activations()
 
-    def beside_fp8(self, group: int) -> Activations:
+    def activations_for_fp8(self, group: int) -> Activations:
+        """Returns FLOAT8E4M3FN with a scale for `group` columns."""
         return Activations(ir.DataType.FLOAT8E4M3FN, group)
 
     def queries(self, stored: ir.DataType) -> ir.DataType:
+        """Returns BFLOAT16."""
         return ir.DataType.BFLOAT16
 
     def sampling(self, logits: Matrix) -> tuple[Launch, Mapping[str, str]]:
+        """Makes the launch of plugins/sampling_cuda.py."""
         return sampling_launch(logits), SAMPLING_SOURCES
 
 
@@ -106,7 +120,7 @@ CPU_TARGET = CpuTarget()
 
 
 def targets_of(names: Iterable[str]) -> list[Target]:
-    """Of names such as `cuda:sm_90a`: an object for each platform, in the order of their first names."""
+    """Makes a target for each platform among names such as `cuda:sm_90a`, in the order of their first names."""
     given = tuple(names)
     platforms: dict[str, Target] = {CPU: CPU_TARGET, CUDA: CudaTarget(tuple(architectures(given)))}
     return [platforms[platform] for platform in platforms_of(given)]

@@ -1,4 +1,4 @@
-"""Writes nodes one after the other: how a reference says what its op means in standard ops."""
+"""Writes nodes one after another: a reference defines its op with it in standard ops."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-# A Python int (or several) stands for an INT64 constant, a float for a FLOAT scalar; None for an absent input.
+# A Python int (or several) is an INT64 constant, a float for a FLOAT scalar; None for an absent input.
 Operand = ir.Value | npt.NDArray[np.generic] | Sequence[int] | int | float | None
 Attribute = int | float | str | Sequence[int]
 
@@ -18,12 +18,25 @@ class Writer:
         self.nodes: list[ir.Node] = []
 
     def op(self, op_type: str, *inputs: Operand, **attributes: Attribute) -> ir.Value:
-        """Write a standard op with one output."""
+        """Writes a standard op with one output.
+
+        Args:
+            op_type: name of the op.
+            inputs: its inputs.
+            attributes: its attributes.
+        """
         (output,) = self.ops(op_type, *inputs, outputs=1, **attributes)
         return output
 
     def ops(self, op_type: str, *inputs: Operand, outputs: int, **attributes: Attribute) -> Sequence[ir.Value]:
-        """Write a standard op with several outputs."""
+        """Writes a standard op with several outputs.
+
+        Args:
+            op_type: name of the op.
+            inputs: its inputs.
+            outputs: number of its outputs.
+            attributes: its attributes.
+        """
         values = [
             operand if operand is None or isinstance(operand, ir.Value) else self.constant(operand)
             for operand in inputs
@@ -39,11 +52,13 @@ class Writer:
         states: Sequence[ir.Value],
         scanned: Sequence[ir.Value],
     ) -> Sequence[ir.Value]:
-        """Along the first dimension of `scanned`, which are as long as each other.
+        """Writes a Scan along the first dimension of `scanned`.
 
         Args:
-            name: of the values inside, which no others of the graph may have.
-            body: (writer, states, a row of each) → the states behind it, and rows of results. It may read other values.
+            name: prefix of the values inside, which no others of the graph may have.
+            body: (writer, states, a row of each) → the states after it, and rows of results. It may read other values.
+            states: initial states.
+            scanned: values of the same length.
 
         Returns:
             The last states, and the rows of each result stacked.
@@ -60,6 +75,7 @@ class Writer:
         return self.append("Scan", [*states, *scanned], attributes, len(outputs))
 
     def constant(self, data: npt.NDArray[np.generic] | Sequence[int] | int | float) -> ir.Value:
+        """Writes a constant."""
         if isinstance(data, np.ndarray):
             array = data
         else:
@@ -68,16 +84,34 @@ class Writer:
         return output
 
     def cast(self, value: Operand, to: ir.DataType) -> ir.Value:
+        """Writes a Cast.
+
+        Args:
+            value: the value.
+            to: its new type.
+        """
         return self.op("Cast", value, to=to.value)
 
     def round_to(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """A FLOAT value as `dtype`: itself if that is FLOAT."""
+        """Rounds a FLOAT value to `dtype`; FLOAT stays as it is.
+
+        Args:
+            value: the value.
+            dtype: its new type.
+        """
         return value if dtype == ir.DataType.FLOAT else self.cast(value, dtype)
 
     def append(
         self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr], outputs: int = 1
     ) -> Sequence[ir.Value]:
-        """A standard op with attributes that are no plain values, as a graph."""
+        """Writes a standard op whose attributes are not plain values, such as graphs.
+
+        Args:
+            op_type: name of the op.
+            inputs: its inputs.
+            attributes: its attributes.
+            outputs: number of its outputs.
+        """
         node = ir.Node("", op_type, inputs, attributes, num_outputs=outputs)
         self.nodes.append(node)
         return node.outputs

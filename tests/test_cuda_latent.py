@@ -217,7 +217,7 @@ def test_bits_do_not_depend_on_the_batch() -> None:
 @pytest.mark.parametrize("latent", [Latent(2, 520, 64), Latent(2, 512, 130)], ids=str)
 def test_latent_vectors_that_are_too_wide_are_refused(latent: Latent) -> None:
     with pytest.raises(
-        UnsupportedModelError, match=rf"kv_lora_rank = {latent.value_dim} and .*\nBuild it for cpu alone"
+        UnsupportedModelError, match=rf"kv_lora_rank = {latent.value_dim} and .*\nBuild it for cpu only"
     ):
         latent.launches()
 

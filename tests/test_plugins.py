@@ -129,7 +129,7 @@ def test_a_scale_stands_beside_int8_alone() -> None:
 
 
 def test_an_op_that_we_do_not_have_is_named() -> None:
-    with pytest.raises(EngineError, match=r"node it is of an unknown op enginewright\.Gemm: known: Activation, "):
+    with pytest.raises(EngineError, match=r"node it has an unknown op enginewright\.Gemm: known: Activation, "):
         plugin_of(ir.Node(DOMAIN, "Gemm", [], name="it"))
     assert plugin_of(ir.Node("", "Gemm", [], name="it")) is None
 

@@ -1,8 +1,8 @@
-"""What GPUs launch for paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh, one after the other. Where
-plugins/architectures.py says so, Hopper has paged_prefill_wgmma.cuh for the former.
+"""GPU launches of paged attention: csrc/cuda/paged_prefill.cuh and paged_decode.cuh, one after the other.
 
-Each takes the sequences of its own kind, by their numbers of tokens in GPU memory. Where every sequence has one token,
-there is nothing to do for the former, and it is not launched.
+Where plugins/architectures.py says so, Hopper has paged_prefill_wgmma.cuh for the former. Each computes the sequences
+of its own kind, by their numbers of tokens in GPU memory. Where every sequence has one token, the former has nothing to
+do, and is not launched.
 """
 
 from dataclasses import dataclass, replace
@@ -17,21 +17,21 @@ from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, bl
 
 THREADS, WARPS = 128, 4
 TILE_ROWS = 16
-PREFILL_ROWS = WARPS * TILE_ROWS  # of a block
+PREFILL_ROWS = WARPS * TILE_ROWS  # query rows of a block
 WGMMA_ROWS, WGMMA_STAGES = 128, 3
 KV_SPLIT = 256  # positions of one of "kv_splits"
-PARTIALS = 2048  # splits of KV heads whose results have room beside each other, beyond the longest sequence's
+PARTIALS = 2048  # splits of KV heads whose results fit side by side, in addition to the longest sequence's
 ARGUMENTS = ("q", "key", "value", "query_start", "kv_len", "block_table", "out", "sinks")
 ANY = Linear(1 << 20)  # blocks; a grid is bounded by the multiprocessors
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """As Attention and Decode in csrc/cuda have it. pad: elements of a head in the pool."""
+    """Sizes of a call, as in Attention and Decode of csrc/cuda."""
 
-    heads: int
-    kv_heads: int
-    pad: int
+    heads: int  # query heads
+    kv_heads: int  # KV heads
+    pad: int  # elements of a head in the pool
 
     @property
     def split(self) -> int:
@@ -51,42 +51,43 @@ class _Shape:
         return linear(PARTIALS // self.kv_heads, kv_splits=KV_SPLIT // self.split)
 
     def kv_bytes(self, dtype: str) -> int:
-        """A split's keys and values in shared memory, and their scales."""
+        """Computes the bytes of a split's keys and values in shared memory, scales included."""
         return 2 * self.split * shared_row_bytes(self.pad, dtype)
 
     @property
     def prefill_bytes(self) -> int:
-        """Beside keys and values: queries, where they fit."""
+        """Bytes of queries in shared memory, if they fit."""
         return 0 if self.pad > 256 else PREFILL_ROWS * self.pad * DTYPES["bf16"].bytes
 
     @property
     def decode_bytes(self) -> int:
-        """Beside keys and values: p, each warp's maxima and sums, and a flag."""
+        """Bytes in shared memory of p, of each warp's maxima and sums, and of a flag."""
         return TILE_ROWS * (self.split * DTYPES["bf16"].bytes + 2 * WARPS * DTYPES["f32"].bytes) + DTYPES["i32"].bytes
 
 
 def attention_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of paged attention."""
     headers = {name: name for name in ("paged_prefill", "paged_prefill_wgmma", "paged_decode")}
     kernel = binding.on_cuda(_launches, **headers)
     return replace(kernel, scratch=_partials, counters=_counters)
 
 
 def _partials(call: Call) -> tuple[str, Linear, int]:
-    """What splits give, before they are combined."""
+    """Returns the buffer for results of splits, before they are combined."""
     shape = _shape_of(call)
     return "partials", shape.partials, shape.partial_columns
 
 
 def _counters(call: Call) -> tuple[str, Linear, int]:
-    """How many splits of a sequence are done, for each KV head and tile of its rows."""
+    """Returns the buffer that counts a sequence's finished splits, for each KV head and tile of its rows."""
     shape = _shape_of(call)
     return "counters", linear(sequences=1), shape.kv_heads * shape.head_rows // TILE_ROWS
 
 
 def _launches(call: Call) -> tuple[Launch, ...]:
     if call.attributes["lookahead"]:
-        what = "attention to positions behind a query has no kernel for cuda"
-        raise UnsupportedModelError(what, "there is one for cpu alone", "Build it with --target cpu.")
+        what = "attention to positions after a query has no kernel for cuda"
+        raise UnsupportedModelError(what, "only cpu has one", "Build it with --target cpu.")
     shape = _shape_of(call)
     kv_bytes = shape.kv_bytes(call.operands["key"].dtype)
     prefill = _prefill("paged_prefill", call, PREFILL_ROWS, THREADS, kv_bytes + shape.prefill_bytes)
@@ -113,7 +114,7 @@ def _launches(call: Call) -> tuple[Launch, ...]:
 
 
 def wgmma_launches(call: Call) -> list[Launch]:
-    """In place of paged_prefill's, where pages and heads are such as paged_prefill_wgmma takes."""
+    """Lists the launches that replace paged_prefill's, if paged_prefill_wgmma can run pages and heads of this kind."""
     shape, dtype = _shape_of(call), call.operands["key"].dtype
     if dtype != "bf16" or shape.pad not in (64, 128):
         return []
@@ -121,7 +122,7 @@ def wgmma_launches(call: Call) -> list[Launch]:
 
 
 def _prefill(function: str, call: Call, rows: int, threads: int, shared_bytes: int) -> Launch:
-    """rows: of a block."""
+    """Makes a prefill launch; `rows` are the query rows of a block."""
     shape = _shape_of(call)
     return Launch(
         kernel=expression(function, "PagedAttention", **_constants(call)),

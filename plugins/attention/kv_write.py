@@ -1,9 +1,9 @@
-"""What attention reads of new tokens: queries, rounded, and keys and values, in their slots of the KV pools.
+"""Prepares new tokens for attention: rounds queries, and writes keys and values to their slots of the KV pools.
 
-q: FLOAT [tokens, heads·D]. k, v: FLOAT [tokens, kv_heads·D]. stored: what a pool holds, one of `STORED`. key_pool,
+q: FLOAT [tokens, heads·D]. k, v: FLOAT [tokens, kv_heads·D]. stored: dtype of a pool, one of `STORED`. key_pool,
 value_pool: `pool_dtype` of that [slots, kv_heads, D]. slots: INT32 [tokens]. q_out: BFLOAT16 [tokens, heads·D].
-Functional: the pools come out changed; a lowering works in place. No target has a kernel for it alone:
-fusion/rope_kv_write.py takes it up.
+Functional: the pools are outputs; a lowering works in place. No target has a kernel for this op alone:
+fusion/rope_kv_write.py replaces it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,41 +25,51 @@ from enginewright.plugins.plugin import (
 )
 from enginewright.plugins.writer import Writer
 
-BLOCK_SIZE = 32  # tokens a KV block
+BLOCK_SIZE = 32  # tokens of a KV block
 HEAD_DIM_ALIGN = 32  # elements; a head in a KV pool is padded to this (csrc/cpu/kernel.h)
 
-# What KV is stored as, by Plane.dtype: numbers, or codes with a scale a row. And the other way round.
+# Plane.dtype → stored numbers, or codes with a scale for each row; and the inverse.
 STORED: Mapping[str, ir.DataType] = {dtype.name: ir.DataType[dtype.onnx] for dtype in KV_CACHES.values()}
 STORED_NAMES: Mapping[ir.DataType, str] = {stored: name for name, stored in STORED.items()}
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Elements that a head takes in a KV pool."""
+    """Computes the elements of a head in a KV pool, padding included."""
     return -(-head_dim // HEAD_DIM_ALIGN) * HEAD_DIM_ALIGN
 
 
 def kv_row_bytes(head_dim: int, dtype: str) -> int:
-    """Bytes that a token's K, or V, of one head takes in a pool."""
+    """Computes the bytes of a token's key, or value, of one head in a pool.
+
+    Args:
+        head_dim: elements of a head.
+        dtype: dtype of the pool.
+    """
     return DTYPES[dtype].kv_row_bytes(padded_head_dim(head_dim))
 
 
 def shared_row_bytes(head_dim: int, dtype: str) -> int:
-    """Bytes that the same takes in shared memory of a GPU, where attention multiplies it."""
+    """Computes the bytes of the same row in shared memory of a GPU, where attention multiplies it.
+
+    Args:
+        head_dim: elements of a head.
+        dtype: dtype of the pool.
+    """
     return kv_row_bytes(head_dim, "bf16" if DTYPES[dtype].kv_group else dtype)
 
 
 def pool_dtype(stored: ir.DataType) -> ir.DataType:
-    """Of the pools in a graph: rows of codes are the FLOAT numbers that they stand for, so that a pool is one value."""
+    """Returns the dtype of a pool in a graph, where codes are the FLOAT numbers that they represent."""
     return stored if stored == ir.DataType.BFLOAT16 else ir.DataType.FLOAT
 
 
 def hadamard_block(head_dim: int) -> int:
-    """The order of the Hadamard matrices that rotate a head's parts: the largest power of 2 that divides it."""
+    """Returns the order of the Hadamard matrices that rotate a head's parts: the largest power of 2 that divides it."""
     return head_dim & -head_dim
 
 
 def _hadamard(write: Writer, by_head: ir.Value, head_dim: int) -> ir.Value:
-    """FLOAT [..., D], rotated so that outliers spread; products of rotated rows are as before. arXiv:2404.00456"""
+    """Rotates FLOAT [..., D] so that outliers spread; products of rotated rows stay the same. arXiv:2404.00456"""
     block = np.ones((1, 1), np.float32)
     while len(block) < hadamard_block(head_dim):
         block = np.block([[block, block], [block, -block]])
@@ -68,11 +78,11 @@ def _hadamard(write: Writer, by_head: ir.Value, head_dim: int) -> ir.Value:
 
 
 def _in_groups(write: Writer, by_head: ir.Value, head_dim: int, dtype: DType) -> ir.Value:
-    """FLOAT [tokens, heads, D] as codes of 4 bits stand for it: bf16(scale · code + zero), for each group of a head.
+    """Rounds FLOAT [tokens, heads, D] to the numbers that 4-bit codes represent: bf16(scale · code + zero), by groups.
 
-    Heads are padded with zeros. zero is bf16(least), scale bf16((largest - least) / 15), code
-    clip(round((x - zero) / scale), 0, 15). One of scale and zero that is too small beside the other counts as 0: so
-    scale · code + zero is exact in fp32, and the same number however it is summed.
+    Heads are padded with zeros. zero is bf16(min), scale bf16((max - min) / 15), code clip(round((x - zero) / scale),
+    0, 15). A scale or zero that is too small compared to the other counts as 0: so scale · code + zero is exact in
+    fp32, and the same number in any order of summation.
     """
 
     def rounded(x: ir.Value) -> ir.Value:
@@ -81,8 +91,8 @@ def _in_groups(write: Writer, by_head: ir.Value, head_dim: int, dtype: DType) ->
     padded = padded_head_dim(head_dim)
     x = write.op("Pad", by_head, [0, padded - head_dim], None, [-1])
     x = write.op("Reshape", x, [0, 0, padded // dtype.kv_group, dtype.kv_group])
-    least, largest = (write.op(op, x, [-1], keepdims=1) for op in ("ReduceMin", "ReduceMax"))
-    zero, scale = rounded(least), rounded(write.op("Div", write.op("Sub", largest, least), 15.0))
+    low, high = (write.op(op, x, [-1], keepdims=1) for op in ("ReduceMin", "ReduceMax"))
+    zero, scale = rounded(low), rounded(write.op("Div", write.op("Sub", high, low), 15.0))
     size = write.op("Abs", zero)
     no_scale = write.op("Less", scale, write.op("Max", write.op("Mul", size, 2.0**-14), dtype.tiny))
     no_zero = write.op("Less", size, write.op("Max", write.op("Mul", scale, 2.0**-10), dtype.tiny))
@@ -96,7 +106,17 @@ def _in_groups(write: Writer, by_head: ir.Value, head_dim: int, dtype: DType) ->
 
 
 def as_stored(write: Writer, by_head: ir.Value, pool: ir.Value, stored: ir.DataType) -> ir.Value:
-    """FLOAT [..., D], rounded as the rows of a pool are; of its dtype."""
+    """Rounds FLOAT [..., D] as the rows of a pool are.
+
+    Args:
+        write: writer of the graph.
+        by_head: rows of heads.
+        pool: the pool.
+        stored: dtype of the pool's numbers.
+
+    Returns:
+        The rounded rows, of the pool's dtype.
+    """
     if stored == ir.DataType.BFLOAT16:
         return write.cast(by_head, stored)
     dtype = DTYPES[STORED_NAMES[stored]]
@@ -113,7 +133,18 @@ def written(
     pools: Sequence[ir.Value],
     slots: ir.Value,
 ) -> Sequence[ir.Value]:
-    """Queries, keys and values, FLOAT, as attention reads them: q_out, and the pools with the others at their slots."""
+    """Computes the outputs of ops that write to KV pools.
+
+    Args:
+        write: writer of the graph.
+        node: the node.
+        new: queries, keys and values, FLOAT.
+        pools: key_pool and value_pool.
+        slots: slot of each token.
+
+    Returns:
+        q_out, and the pools with keys and values at their slots.
+    """
     stored, head_dim = dtype_attribute(node, "stored"), int_of(node, "head_dim")
     q, *others = new
     k, v = (write.op("Reshape", x, [-1, int_of(node, "kv_heads"), head_dim]) for x in others)
@@ -128,7 +159,13 @@ def written(
 
 
 def queries_as_read(write: Writer, node: ir.Node, q: ir.Value) -> ir.Value:
-    """Queries, FLOAT [tokens, heads·D], as attention reads them: q_out."""
+    """Computes q_out: queries as attention reads them.
+
+    Args:
+        write: writer of the graph.
+        node: the node.
+        q: queries, FLOAT [tokens, heads·D].
+    """
     stored, head_dim = dtype_attribute(node, "stored"), int_of(node, "head_dim")
     by_head = write.op("Reshape", q, [-1, int_of(node, "heads"), head_dim])
     if DTYPES[STORED_NAMES[stored]].kv_group:
@@ -137,7 +174,7 @@ def queries_as_read(write: Writer, node: ir.Node, q: ir.Value) -> ir.Value:
 
 
 def types_of(node: ir.Node) -> Sequence[TypeAndDims]:
-    """Of q_out and the pools of such a node, whose last inputs are key_pool, value_pool and slots."""
+    """Infers q_out and the pools of a node whose last inputs are key_pool, value_pool and slots."""
     pools = [(dtype_of(pool), dims_of(pool)) for pool in (operand(node, -3), operand(node, -2))]
     return [(ir.DataType.BFLOAT16, dims_of(operand(node, 0))), *pools]
 

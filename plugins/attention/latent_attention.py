@@ -1,6 +1,7 @@
-"""Multi-head latent attention of one dense sequence: all heads attend to one latent vector a position, and what they
-take of it is a weighted sum of latent vectors. https://arxiv.org/abs/2405.04434, with the projections of keys and
-values absorbed into those of queries and outputs.
+"""Multi-head latent attention of one dense sequence: all heads attend to one latent vector for each position.
+
+The result of a head is a weighted sum of latent vectors. https://arxiv.org/abs/2405.04434, with the projections of keys
+and values absorbed into those of queries and outputs.
 
 q: FLOAT [1, T, heads·C], queries in the latent space. q_rope: FLOAT [1, T, heads·R], the parts of them that have a
 position, not rotated yet. c: FLOAT [1, T, C], the latent vectors of the new tokens. k_rope: FLOAT [1, T, R], the key
@@ -22,20 +23,20 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     q, q_rope, c, k_rope, cos, sin, past = (operand(node, index) for index in range(7))
     heads, latent_dim, rope_dim = int_of(node, "heads"), width_of(c), width_of(k_rope)
     width = latent_dim + rope_dim
-    turned_q = write.op("RotaryEmbedding", q_rope, cos, sin, num_heads=heads)
-    turned_k = write.op("RotaryEmbedding", k_rope, cos, sin, num_heads=1)
-    new = write.op("Reshape", write.op("Concat", c, turned_k, axis=-1), [1, 1, -1, width])
+    rotated_q = write.op("RotaryEmbedding", q_rope, cos, sin, num_heads=heads)
+    rotated_k = write.op("RotaryEmbedding", k_rope, cos, sin, num_heads=1)
+    new = write.op("Reshape", write.op("Concat", c, rotated_k, axis=-1), [1, 1, -1, width])
     keys = write.op("Concat", past, new, axis=2)  # [1, 1, P + T, C + R]
     queries = write.op(
         "Concat",
         write.op("Reshape", q, [1, -1, heads, latent_dim]),
-        write.op("Reshape", turned_q, [1, -1, heads, rope_dim]),
+        write.op("Reshape", rotated_q, [1, -1, heads, rope_dim]),
         axis=-1,
     )
     before = write.op("Squeeze", write.op("Shape", past, start=2, end=3))
-    behind = write.op("Squeeze", write.op("Shape", keys, start=2, end=3))
+    total = write.op("Squeeze", write.op("Shape", keys, start=2, end=3))
     zero, one = write.constant(0), write.constant(1)
-    key_at, query_at = write.op("Range", zero, behind, one), write.op("Range", before, behind, one)
+    key_at, query_at = write.op("Range", zero, total, one), write.op("Range", before, total, one)
     visible = in_window(write, write.op("Unsqueeze", query_at, [1]), key_at, 0)
     y = masked_attention(
         write,

@@ -1,5 +1,6 @@
-"""What GPUs launch for latent attention: csrc/cuda/latent_attention.cuh, for prompts and decoding alike, and then what
-combines the splits of sequences that it takes apart.
+"""GPU launches of latent attention, for prompts and decoding: csrc/cuda/latent_attention.cuh.
+
+A second launch combines the splits of sequences that are divided.
 """
 
 from dataclasses import dataclass, replace
@@ -12,25 +13,25 @@ from enginewright.plugins.attention.kv_write import BLOCK_SIZE
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, ceil_div, cuda_type, expression
 
 THREADS = 256
-ROWS = 32  # of a block: a query head of a token each
-QUARTERS = 4  # of a row's columns, whose scores are apart at first
-PARTIALS = 512  # splits of row tiles whose results have room beside each other, beyond the longest sequence's
-MOST_LATENT = 512  # columns of values, whose sums a warp has in registers
-MOST_WIDTH = 608  # columns of a latent vector and its key, of which shared memory has two tiles on every GPU
+ROWS = 32  # rows of a block: a query head of a token each
+QUARTERS = 4  # parts of a row's columns, whose scores are computed apart at first
+PARTIALS = 512  # splits of row tiles whose results fit side by side, in addition to the longest sequence's
+MAX_LATENT = 512  # columns of values, whose sums a warp holds in registers
+MAX_WIDTH = 608  # columns of a latent vector and its key, of which shared memory holds two tiles on every GPU
 ANY = Linear(1 << 20)  # blocks; a grid is bounded by the multiprocessors
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """As LatentAttention and Latent in csrc/cuda have it."""
+    """Sizes of a call, as in LatentAttention and Latent of csrc/cuda."""
 
-    heads: int
+    heads: int  # query heads
     pad: int  # elements of a row in the pool
-    value_dim: int
+    value_dim: int  # columns of a latent vector, without its key
 
     @property
     def row_tiles(self) -> int:
-        """Of a sequence that is taken apart."""
+        """Row tiles of a sequence that is divided into splits."""
         return ceil_div(self.heads, ROWS)
 
     @property
@@ -43,19 +44,20 @@ class _Shape:
 
     @property
     def shared_bytes(self) -> int:
-        """Two tiles, scores of a tile, p, and four numbers of each row."""
+        """Bytes of two tiles, scores of a tile, p, and four numbers for each row."""
         f32, bf16 = DTYPES["f32"].bytes, DTYPES["bf16"].bytes
         scores = QUARTERS * ROWS * (BLOCK_SIZE + 8) * f32
         return 2 * BLOCK_SIZE * self.pad * bf16 + scores + ROWS * BLOCK_SIZE * bf16 + 4 * ROWS * f32
 
 
 def latent_attention_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of latent attention."""
     headers = dict.fromkeys(("latent_attention", "latent_combine"), "latent_attention")
     return replace(binding.on_cuda(_launches, **headers), scratch=_partials)
 
 
 def _partials(call: Call) -> tuple[str, Linear, int]:
-    """What splits give, before they are combined."""
+    """Returns the buffer for results of splits, before they are combined."""
     shape = _shape_of(call)
     return "partials", shape.partials, shape.partial_columns
 
@@ -63,12 +65,12 @@ def _partials(call: Call) -> tuple[str, Linear, int]:
 def _launches(call: Call) -> tuple[Launch, ...]:
     shape, operands = _shape_of(call), call.operands
     width = operands["latent"].columns
-    if shape.value_dim > MOST_LATENT or width > MOST_WIDTH:
+    if shape.value_dim > MAX_LATENT or width > MAX_WIDTH:
         raise UnsupportedModelError(
             f"kv_lora_rank = {shape.value_dim} and qk_rope_head_dim = {width - shape.value_dim} are too many columns "
             "for latent attention on GPUs",
-            f"the former may be {MOST_LATENT}, and both together {MOST_WIDTH}",
-            "Build it for cpu alone.",
+            f"the former may be {MAX_LATENT}, and both together {MAX_WIDTH}",
+            "Build it for cpu only.",
         )
     constants: dict[str, int | float | str] = {
         "kv": kv_constant(operands["latent"], operands["latent"], 1),

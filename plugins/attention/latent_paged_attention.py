@@ -42,7 +42,7 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
 
 
 def _cost(node: ir.Node) -> Cost:
-    """Q Kᵀ and P V."""
+    """Counts Q Kᵀ and P V."""
     return Cost(of_position=2 * int_of(node, "heads") * (int_of(node, "head_dim") + int_of(node, "value_dim")))
 
 

@@ -1,5 +1,6 @@
-"""What latent attention reads of new tokens: their queries, put together, and their latent vectors and rotated keys, in
-their slots. latent_attention.py says what they are.
+"""Prepares new tokens for latent attention: joins queries, and writes latent vectors and rotated keys to their slots.
+
+latent_attention.py says what these are.
 
 q: FLOAT [tokens, heads·C]. q_rope: FLOAT [tokens, heads·R]. c: FLOAT [tokens, C]. k_rope: FLOAT [tokens, R].
 cos, sin: FLOAT [tokens, R/2]. latent_pool: BFLOAT16 [slots, 1, C + R]. slots: INT32 [tokens].
@@ -23,11 +24,11 @@ from enginewright.targets import CPU, CUDA
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     q, q_rope, c, k_rope, cos, sin, pool, slots = (operand(node, index) for index in range(8))
     heads, latent_dim, rope_dim = int_of(node, "heads"), width_of(c), width_of(k_rope)
-    turned = rotated(write, q_rope, cos, sin, heads)
+    rotated_q = rotated(write, q_rope, cos, sin, heads)
     queries = write.op(
         "Concat",
         write.op("Reshape", q, [-1, heads, latent_dim]),
-        write.op("Reshape", turned, [-1, heads, rope_dim]),
+        write.op("Reshape", rotated_q, [-1, heads, rope_dim]),
         axis=-1,
     )
     new = write.op("Concat", c, rotated(write, k_rope, cos, sin, 1), axis=-1)
@@ -49,7 +50,7 @@ KERNEL = KernelBinding(
     ("q_out", ""),
     ("heads",),
 )
-THREADS = 128  # of a block on a GPU
+THREADS = 128  # threads of a block on a GPU
 WARPS = THREADS // 32
 
 

@@ -1,11 +1,11 @@
-"""Attention of packed tokens to the KV pools, through a block table a sequence.
+"""Attention of packed tokens to the KV pools, through a block table for each sequence.
 
-q: BFLOAT16 [tokens, heads·D]. key_pool, value_pool: [slots, kv_heads, D], as kv_write.py has them, and `stored`; where
-`queries` is INT8, queries are rounded as such keys are. A slot is block · block_size + its place in the block.
-query_start: INT32 [sequences + 1], where each sequence's tokens begin. kv_len: INT32 [sequences], positions after this
-step. block_table: INT32 [sequences, kv_blocks]. out: `to` [tokens, heads·D]. Query heads h·heads/kv_heads … share kv
-head h. window 0 and softcap 0 mean none. A query sees `lookahead` positions behind its own, as far as there are keys: 0
-is causal; otherwise a sequence's tokens are all in the step. sinks: FLOAT [heads], as window_attention.py has them.
+q: BFLOAT16 [tokens, heads·D]. key_pool, value_pool: [slots, kv_heads, D], as in kv_write.py, and `stored`; where
+`queries` is INT8, queries are rounded as such keys are. A slot is block · block_size + its position in the block.
+query_start: INT32 [sequences + 1], first token of each sequence. kv_len: INT32 [sequences], positions after this step.
+block_table: INT32 [sequences, kv_blocks]. out: `to` [tokens, heads·D]. Query heads h·heads/kv_heads … share kv head h.
+window 0 and softcap 0 mean none. A query sees `lookahead` positions after its own, as far as there are keys: 0 is
+causal; otherwise a sequence's tokens are all in the step. sinks: FLOAT [heads], as in window_attention.py.
 https://arxiv.org/abs/2309.06180
 """
 
@@ -32,7 +32,7 @@ from enginewright.plugins.plugin import (
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 
-PARTIAL_STATE = 16  # floats beside a head's partial output: its maximum and its sum, and room to stay aligned
+PARTIAL_STATE = 16  # floats after a head's partial output: its maximum and its sum, and padding for alignment
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
@@ -44,7 +44,7 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     grouped = write.op(
         "Reshape", write.cast(q, ir.DataType.FLOAT), [-1, kv_heads, heads // kv_heads, head_dim]
     )  # [tokens, kv_heads, group, head_dim]
-    if dtype_attribute(node, "queries") == ir.DataType.INT8:  # bf16 queries are bf16 already
+    if dtype_attribute(node, "queries") == ir.DataType.INT8:  # bf16 queries are already rounded
         grouped = as_stored(write, grouped, key_pool, ir.DataType.INT8)
     scale, softcap = float_of(node, "scale"), float_of(node, "softcap")
     sinks = optional(node, 6)
@@ -59,12 +59,12 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
 
 
 def _cost(node: ir.Node) -> Cost:
-    """Q Kᵀ and P V."""
+    """Counts Q Kᵀ and P V."""
     return Cost(of_position=2 * 2 * int_of(node, "heads") * int_of(node, "head_dim"), window=int_of(node, "window"))
 
 
 def partials(call: Call) -> tuple[str, Linear, int]:
-    """A row for each 256 positions of the longest sequence: what its blocks give, before they are combined."""
+    """Returns the buffer for partial results: a row for each 256 positions of the longest sequence."""
     heads, head_dim = int(call.attributes["heads"]), int(call.attributes["head_dim"])
     return "partials", linear(kv_splits=1), heads * (padded_head_dim(head_dim) + PARTIAL_STATE)
 

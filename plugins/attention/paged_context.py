@@ -1,4 +1,4 @@
-"""What the tokens of a step see of paged pools, in standard ops: for the references of ops that attend to them."""
+"""Reads paged pools in standard ops: for the references of ops that attend to them."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,17 @@ from enginewright.plugins.writer import Writer
 
 
 class PagedContext:
-    """A step's sequences, and the pools that their tokens see through block tables.
-
-    Args:
-        q: [tokens, …].
-        tables: query_start, kv_len and block_table, as paged_attention.py has them.
-        block_size: slots a block.
-    """
+    """A step's sequences, and the pools that their tokens see through block tables."""
 
     def __init__(self, write: Writer, q: ir.Value, tables: Sequence[ir.Value], block_size: int) -> None:
+        """Keeps the tables.
+
+        Args:
+            write: writer of the graph.
+            q: [tokens, …].
+            tables: query_start, kv_len and block_table, as in paged_attention.py.
+            block_size: slots of a block.
+        """
         query_start, self._kv_len, self._block_table = (write.cast(table, ir.DataType.INT64) for table in tables)
         self._write, self._block_size = write, block_size
         tokens = write.op("Squeeze", write.op("Shape", q, start=0, end=1))
@@ -26,11 +28,11 @@ class PagedContext:
         ends = write.op("Slice", query_start, [1], [1 << 30], [0])  # [sequences]
         over = write.cast(write.op("LessOrEqual", ends, write.op("Unsqueeze", token, [1])), ir.DataType.INT64)
         self._sequence = write.op("ReduceSum", over, [1], keepdims=0)  # [tokens]
-        behind = write.op("Sub", write.op("Gather", ends, self._sequence), token)  # tokens up to the sequence's end
-        self._query_at = write.op("Sub", write.op("Gather", self._kv_len, self._sequence), behind)
+        left = write.op("Sub", write.op("Gather", ends, self._sequence), token)  # tokens up to the sequence's end
+        self._query_at = write.op("Sub", write.op("Gather", self._kv_len, self._sequence), left)
 
     def of(self, pool: ir.Value) -> ir.Value:
-        """[tokens, heads, positions, dim], FLOAT: each token's own copy of what its sequence has in a pool."""
+        """Gathers each token's own copy of its sequence's rows in a pool: FLOAT [tokens, heads, positions, dim]."""
         write, (_, heads, _), dim = self._write, dims_of(pool), width_of(pool)
         assert isinstance(heads, int)
         whole = write.cast(pool, ir.DataType.FLOAT)
@@ -41,7 +43,13 @@ class PagedContext:
         return write.op("Transpose", write.op("Gather", flat, self._sequence, axis=0), perm=[0, 2, 1, 3])
 
     def visible(self, keys: ir.Value, window: int = 0, lookahead: int = 0) -> ir.Value:
-        """BOOL [tokens, 1, 1, positions]: which of `keys`, given by `of`, a token sees; window 0 is no limit."""
+        """Computes which keys a token sees, BOOL [tokens, 1, 1, positions].
+
+        Args:
+            keys: keys, as `of` returns them.
+            window: positions that a query sees, its own included; 0 is no limit.
+            lookahead: positions after its own that a query sees.
+        """
         write = self._write
         positions = write.op("Squeeze", write.op("Shape", keys, start=2, end=3))
         key_at = write.op("Range", write.constant(0), positions, write.constant(1))

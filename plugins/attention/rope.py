@@ -1,7 +1,7 @@
 """Rotary embedding of packed tokens: RotaryEmbedding without a batch, first half of a head against the second.
 
-x: FLOAT [tokens, heads·D]. cos, sin: FLOAT [tokens, R/2], R ≤ D; dimensions from R on pass. Where nothing stands
-between it and attention, fusion/rope_kv_write.py takes it up. https://arxiv.org/abs/2104.09864
+x: FLOAT [tokens, heads·D]. cos, sin: FLOAT [tokens, R/2], R ≤ D; dimensions from R on pass. Where nothing is between it
+and attention, fusion/rope_kv_write.py replaces it. https://arxiv.org/abs/2104.09864
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,19 @@ from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 
 KERNEL = KernelBinding("rope@1", ("x", "cos", "sin"), ("out",), ("heads",))
-THREADS = 128  # of a block on a GPU
+THREADS = 128  # threads of a block on a GPU
 
 
 def rotated(write: Writer, x: ir.Value, cos: ir.Value, sin: ir.Value, heads: int) -> ir.Value:
+    """Rotates the heads of packed tokens.
+
+    Args:
+        write: writer of the graph.
+        x: FLOAT [tokens, heads·D].
+        cos: FLOAT [tokens, R/2].
+        sin: FLOAT [tokens, R/2].
+        heads: number of heads.
+    """
     batched = [write.op("Unsqueeze", value, [0]) for value in (x, cos, sin)]
     rotary = 2 * width_of(cos)
     partial = {} if rotary == width_of(x) // heads else {"rotary_embedding_dim": rotary}

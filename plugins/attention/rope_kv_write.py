@@ -1,7 +1,7 @@
-"""Rotary embedding of queries and keys, and what kv_write.py makes of them and of values: rope.py and kv_write.py.
+"""Rotary embedding of queries and keys, then the writes of kv_write.py: see rope.py and kv_write.py.
 
 q: FLOAT [tokens, heads·D]. k, v: FLOAT [tokens, kv_heads·D]. cos, sin: FLOAT [tokens, R/2]. key_pool, value_pool:
-[slots, kv_heads, D], as kv_write.py has them. slots: INT32 [tokens]. q_out: BFLOAT16 [tokens, heads·D]. Without cos and
+[slots, kv_heads, D], as in kv_write.py. slots: INT32 [tokens]. q_out: BFLOAT16 [tokens, heads·D]. Without cos and
 sin nothing is rotated.
 """
 
@@ -33,12 +33,12 @@ KERNEL = KernelBinding(
     ("q_out", "", ""),
     ("heads", "kv_heads", "head_dim"),
 )
-THREADS = 128  # of a block on a GPU
+THREADS = 128  # threads of a block on a GPU
 WARPS = THREADS // 32
 
 
 def rope_constants(call: Call) -> dict[str, int]:
-    """Of queries and the tables that they are rotated by."""
+    """Returns the constants of queries and of the tables that they are rotated by."""
     q, q_out, cos = (call.operands.get(role) for role in ("q", "q_out", "cos"))
     assert q is not None and q_out is not None
     return {

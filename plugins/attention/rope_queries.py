@@ -1,7 +1,8 @@
-"""Rotary embedding of queries alone, for attention to keys and values that another layer has written: what
-rope_kv_write.py makes of queries.
+"""Rotary embedding of queries alone, for attention to keys and values that another layer has written.
 
-q: FLOAT [tokens, heads·D]. cos, sin: FLOAT [tokens, R/2]. stored: what the pools that are read hold. q_out: BFLOAT16
+It is the part of rope_kv_write.py that concerns queries.
+
+q: FLOAT [tokens, heads·D]. cos, sin: FLOAT [tokens, R/2]. stored: dtype of the pools that are read. q_out: BFLOAT16
 [tokens, heads·D]. Without cos and sin nothing is rotated.
 """
 

@@ -1,7 +1,7 @@
 """Cosine and sine of every position times every inverse frequency, for rotary embeddings.
 
 positions: INT64 or INT32 [...]. inv_freq: FLOAT [R/2]. cos, sin: FLOAT [..., R/2], both times `scale` (yarn's
-attention factor; 1.0 for others). The product of position and frequency is taken in fp32.
+attention factor; 1.0 for others). The product of position and frequency is computed in fp32.
 """
 
 from collections.abc import Sequence

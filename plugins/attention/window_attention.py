@@ -1,5 +1,6 @@
-"""Attention to the last `window` positions, the query's own included, or to all of them, and to `lookahead` positions
-behind the query, with sinks or without: what the standard op has no words for.
+"""Attention with a window, a lookahead or sinks, which the standard op lacks.
+
+A query sees the last `window` positions, its own included, or all of them, and `lookahead` positions after its own.
 
 The signature is that of ONNX's Attention (opset 24) with 3-D inputs and a past: q FLOAT [1, T, heads·D],
 k, v FLOAT [1, T, kv_heads·D], past_key, past_value FLOAT [1, kv_heads, P, D] → y FLOAT [1, T, heads·D],

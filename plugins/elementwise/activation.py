@@ -1,8 +1,8 @@
 """A function of each element, or a product with one of another: act(x), or x · act(gate) where there is a gate.
 
 x: FLOAT [..., W]. gate: FLOAT [..., G], where G divides W: each of its numbers is for W / G columns of x (a head's, or
-all). out: `to` [..., W]. With `to` one of CODES a row is quantized as quantize_rows.py has it, by `group` and
-`largest`, and scale: FLOAT [..., groups] is there, too.
+all). out: `to` [..., W]. With `to` one of CODES a row is quantized as in quantize_rows.py, by `group` and `largest`,
+and there is also scale: FLOAT [..., groups].
 activation: sigmoid; silu (https://arxiv.org/abs/1702.03118); gelu and gelu_tanh, its approximation
 (https://arxiv.org/abs/1606.08415); relu2, max(x, 0)² (https://arxiv.org/abs/2109.08668).
 """
@@ -24,6 +24,13 @@ KERNEL = KernelBinding(
 
 
 def activated(write: Writer, x: ir.Value, activation: str) -> ir.Value:
+    """Applies an activation function.
+
+    Args:
+        write: writer of the graph.
+        x: the values.
+        activation: name of the function.
+    """
     match activation:
         case "sigmoid":
             return write.op("Sigmoid", x)

@@ -1,15 +1,23 @@
-"""What GPUs launch for ops that treat each element of a row alike: csrc/cuda/elementwise.cuh."""
+"""GPU launches of ops that treat all elements of a row alike: csrc/cuda/elementwise.cuh."""
 
 from enginewright.dtypes import DTYPES
 from enginewright.plan import Launch
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, cuda_type, expression
 
 THREADS = 256
-COLUMNS = 2048  # of a block
+COLUMNS = 2048  # columns of a block
 
 
 def by_element(binding: KernelBinding, operation: str, x: str = "x", other: str = "", source: str = "") -> CudaKernel:
-    """x, other, source: roles of what is read, of what is added to it, and of the indices of rows that are taken."""
+    """Makes the GPU kernel of an operation on elements.
+
+    Args:
+        binding: the kernel call.
+        operation: name of the operation in csrc/cuda.
+        x: role of the operand that is read.
+        other: role of the operand that is added or multiplied; "" is none.
+        source: role of the indices of rows; "" takes all rows.
+    """
 
     def launches(call: Call) -> tuple[Launch, ...]:
         out = call.operands["out"]
@@ -34,6 +42,8 @@ def by_element(binding: KernelBinding, operation: str, x: str = "x", other: str 
 
 
 def activation_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of activations."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         x, out = call.operands["x"], call.operands["out"]
         gate, scale = call.operands.get("gate"), call.operands.get("scale")
@@ -62,6 +72,8 @@ def activation_on_cuda(binding: KernelBinding) -> CudaKernel:
 
 
 def position_scale_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of position scales."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         x, out = call.operands["x"], call.operands["out"]
         kernel = expression(

@@ -1,8 +1,8 @@
-"""Columns of x in another order, or those of them that are wanted, out[..., j] = x[..., columns[j]], rounded to `to` on
-the way out. Where columns[j] is -1 it is LACKING.
+"""Columns of x in another order, or some of them: out[..., j] = x[..., columns[j]], then rounded to `to`.
 
-x: FLOAT [..., K]. columns: INT32 [N], an initializer, each in [-1, K). out: `to` [..., N]. With `to` one of CODES a row
-is quantized as quantize_rows.py has it, by `group` and `largest`, and scale: FLOAT [..., G] is there, too.
+Where columns[j] is -1 it is LACKING. x: FLOAT [..., K]. columns: INT32 [N], an initializer, each in [-1, K). out: `to`
+[..., N]. With `to` one of CODES a row is quantized as in quantize_rows.py, by `group` and `largest`, and there is also
+scale: FLOAT [..., G].
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from enginewright.plugins.plugin import Plugin, TypeAndDims, operand, optional, 
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 
-LACKING = -1e30  # the logit of a token that a head has none for
+LACKING = -1e30  # logit of a token for which a head has none
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     x, columns = operand(node, 0), operand(node, 1)
     lacking = write.op("Less", columns, np.array(0, np.int32))
-    gathered = write.op("Gather", x, columns, axis=-1)  # which takes -1 for the last column
+    gathered = write.op("Gather", x, columns, axis=-1)  # -1 reads the last column, and is replaced below
     gathered = write.op("Where", lacking, LACKING, gathered)
     return written_as(write, node, gathered, optional(node, 2), width_of(columns))
 

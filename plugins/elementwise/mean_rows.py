@@ -1,6 +1,6 @@
 """The mean of the rows of each sequence's tokens.
 
-x: FLOAT [tokens, W]. query_start: INT32 [sequences + 1], where each sequence's tokens begin. out: FLOAT [sequences, W].
+x: FLOAT [tokens, W]. query_start: INT32 [sequences + 1], first token of each sequence. out: FLOAT [sequences, W].
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One row of all rows of a text: their mean, or the first or the last of them. It is in dense graphs alone.
+"""Pooling: one row for all rows of a text, their mean, or the first or the last of them. It is in dense graphs only.
 
 x: FLOAT [1, T, W]. out: FLOAT [1, S, W], where S is one row for each text.
 """

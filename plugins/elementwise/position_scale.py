@@ -1,5 +1,6 @@
-"""Rows times a factor that grows with the logarithm of their position, where that is beyond the original length:
-x · (1 + beta · log(1 + floor(position / original))). https://ai.meta.com/blog/llama-4-multimodal-intelligence
+"""Multiplies rows by a factor that grows with the logarithm of their position, beyond the original length.
+
+out = x · (1 + beta · log(1 + floor(position / original))). https://ai.meta.com/blog/llama-4-multimodal-intelligence
 
 x: FLOAT [..., W]. positions: INT64 or INT32 [...]. out: FLOAT [..., W].
 """

@@ -1,4 +1,4 @@
-"""Rows times one number that the checkpoint has.
+"""Multiplies rows by one number of the checkpoint.
 
 x: FLOAT [..., W]. factor: FLOAT [1]. out: FLOAT [..., W].
 """

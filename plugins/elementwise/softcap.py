@@ -1,4 +1,4 @@
-"""cap · tanh(x / cap): keeps x within ±cap.
+"""Keeps x within ±cap: cap · tanh(x / cap).
 
 x, out: FLOAT, any shape.
 """

@@ -1,4 +1,4 @@
-"""Rows of a bfloat16 embedding table, times `scale`.
+"""Looks up rows of a bfloat16 embedding table, times `scale`.
 
 tokens: INT64 or INT32 [...]. table: BFLOAT16 [V, H]. out: FLOAT [..., H].
 """

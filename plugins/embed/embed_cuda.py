@@ -1,4 +1,4 @@
-"""What GPUs launch for embeddings: csrc/cuda/embed.cuh."""
+"""GPU launches of embeddings: csrc/cuda/embed.cuh."""
 
 from enginewright.manifest import packed_bytes
 from enginewright.plan import Launch
@@ -8,6 +8,8 @@ THREADS = 128
 
 
 def embed_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of an embedding."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         table, out = call.operands["table"], call.operands["out"]
         kernel = expression(

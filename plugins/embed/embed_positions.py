@@ -1,4 +1,4 @@
-"""Rows of a table of learned positions.
+"""Looks up rows of a table of learned positions.
 
 positions: INT64 or INT32 [...]. table: FLOAT [P, H]. out: FLOAT [..., H].
 """

@@ -1,4 +1,4 @@
-"""Rows of an int8 embedding table with a scale a row, times `scale`.
+"""Looks up rows of an int8 embedding table with a scale for each row, times `scale`.
 
 tokens: INT64 or INT32 [...]. table: INT8 [V, H]. table_scale: FLOAT [V]. out: FLOAT [..., H].
 """

@@ -1,8 +1,8 @@
-"""What a token's experts make of it, together: out[...] = Σ share[..., j] · y[places[..., j]] over j, ascending, and
-then shared[...], if there is one, which with a gate is multiplied by sigmoid(gate[...]).
+"""Combines the results of a token's experts: out[...] = Σ share[..., j] · y[places[..., j]] over j, ascending.
 
-The order is the token's own, so that a sum has the same bits whatever else is computed. y: FLOAT [R, H]. places: INT32
-[..., top] and share: FLOAT [..., top], as route.py gives them. shared: FLOAT [..., H]. gate: FLOAT [..., 1]. out: FLOAT
+Then shared[...] is added, if there is one, and with a gate multiplied by sigmoid(gate[...]). The order is the token's
+own, so that a sum has the same bits whatever else is computed. y: FLOAT [R, H]. places: INT32
+[..., top] and share: FLOAT [..., top], as in route.py. shared: FLOAT [..., H]. gate: FLOAT [..., 1]. out: FLOAT
 [..., H].
 """
 

@@ -1,16 +1,16 @@
-"""What GPUs launch around the products of experts: csrc/cuda/experts.cuh."""
+"""GPU launches around the products of experts: csrc/cuda/experts.cuh."""
 
 from enginewright.dtypes import DTYPES
 from enginewright.plan import Launch
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, ceil_div, cuda_type, expression
 
 ROUTE_THREADS, PLACE_THREADS, THREADS = 512, 1024, 256
-ROUTE_TOKENS = 4  # of a block
+ROUTE_TOKENS = 4  # tokens of a block
 WARP = 32
 
 
 def route_on_cuda(binding: KernelBinding) -> CudaKernel:
-    """Two launches: `scores` holds the numbers of the chosen experts from one to the other."""
+    """Makes the GPU kernel of routing: two launches, which share the chosen experts' numbers in `scores`."""
 
     def launches(call: Call) -> tuple[Launch, ...]:
         x, weight, places, share, chosen = (
@@ -59,6 +59,8 @@ def route_on_cuda(binding: KernelBinding) -> CudaKernel:
 
 
 def sort_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel that sorts rows by expert."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         x, places, out, scale = (call.operands.get(role) for role in ("x", "places", "out", "scale"))
         assert x is not None and places is not None and out is not None
@@ -84,6 +86,8 @@ def sort_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
 
 
 def combine_experts_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel that combines the results of experts."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         y, places, share, out = (call.operands[role] for role in ("y", "places", "share", "out"))
         shared, gate = call.operands.get("shared"), call.operands.get("gate")

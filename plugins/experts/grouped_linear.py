@@ -1,8 +1,8 @@
 """Linear layers of experts, each over its own rows: y = x weight[e]ᵀ (+ bias[e]), then an epilogue of gemm.py.
 
-x: FLOAT [R, K], rows sorted by expert. weight: FLOAT [E · N, K], the experts' matrices one behind the other, each with
-its gates first where the epilogue is gated. starts: INT32 [1, E + 1], as route.py gives them. bias: FLOAT [E · N].
-Quantization makes a matrix product of it, with `starts` for its groups of rows.
+x: FLOAT [R, K], rows sorted by expert. weight: FLOAT [E · N, K], the experts' matrices one after another, each with its
+gates first where the epilogue is gated. starts: INT32 [1, E + 1], as in route.py. bias: FLOAT [E · N]. Quantization
+replaces it by a matrix product, with `starts` for its groups of rows.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from enginewright.plugins.gemm import gemm
 from enginewright.plugins.plugin import Plugin, operand
 from enginewright.plugins.writer import Writer
 
-STARTS = 3  # which input they are
+STARTS = 3  # index of the input
 
 
 def _of_one(write: Writer, node: ir.Node) -> Sequence[ir.Value]:

@@ -1,15 +1,16 @@
-"""Which experts a token goes to, how much each counts, and where its rows are when rows are sorted by expert.
+"""Routes tokens to experts: chooses experts, computes their shares, and numbers the rows when sorted by expert.
 
 x: FLOAT [..., K]. weight: FLOAT or BFLOAT16 [E, K]. bias: FLOAT [E], of the products. correction: FLOAT [E].
 Scores are softmax(x weightᵀ + bias) or its sigmoid, in fp32 ("softmax", "sigmoid"); x is not rounded. The `top` experts
-with the largest score + correction are chosen, of two alike the lower one. With `groups` > 1 they are chosen from those
-`chosen_groups` groups of E / groups neighbours whose `group_best` largest have the largest sum
+with the largest score + correction are chosen, of two equal ones the lower one. With `groups` > 1 they are chosen from
+those `chosen_groups` groups of E / groups adjacent experts whose `group_best` largest have the largest sum
 (https://arxiv.org/abs/2412.19437, 2.1.2). share: FLOAT [..., top], the scores (without correction) of the chosen
 experts in the order of choice, divided by their sum if `normalized` is 1, times `scale`.
 
 Rows are copies of the tokens, `top` of each, R in all, sorted by expert and for each expert in the tokens' order.
-places: INT32 [..., top], which row a token has with each of its experts. starts: INT32 [1, E + 1], where the rows of
-each expert start; the last is R.
+places: INT32 [..., top], row of a token for each of its experts. starts: INT32 [1, E + 1], first row of each expert;
+    the
+last is R.
 """
 
 from collections.abc import Sequence
@@ -35,28 +36,39 @@ from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 
 SCORES = ("softmax", "sigmoid")
-LEAST_SUM = 1e-20  # that shares are divided by
+MIN_SUM = 1e-20  # lower limit of the sum that shares are divided by
 
 
 def experts_of(starts: ir.Value) -> int:
-    """How many experts there are, from where their rows start."""
+    """Returns the number of experts, from the starts of their rows."""
     return width_of(starts) - 1
 
 
 def rows_of(places: ir.Value) -> int | ir.SymbolicDim:
-    """R: `top` for each token."""
+    """Returns R: `top` rows for each token."""
     *outer, top = dims_of(places)
     (tokens,) = (size for size in outer if size != 1) if len(outer) > 1 else outer
     return tokens * top if isinstance(tokens, int) else copies(tokens, top)
 
 
 def copies(tokens: ir.SymbolicDim, top: int | ir.SymbolicDim) -> ir.SymbolicDim:
-    """The dimension that has `top` rows for each of `tokens`."""
+    """Makes the dimension that has `top` rows for each of `tokens`.
+
+    Args:
+        tokens: dimension of tokens.
+        top: experts of a token.
+    """
     return ir.SymbolicDim(f"{top} * {tokens}")
 
 
 def renamed(size: int | ir.SymbolicDim, old: str, new: ir.SymbolicDim) -> int | ir.SymbolicDim:
-    """A dimension of rows that follow `old`, or copies of them, as one that follows `new`."""
+    """Renames a dimension of rows, or of copies of rows.
+
+    Args:
+        size: the dimension.
+        old: name that it follows.
+        new: dimension that it follows afterwards.
+    """
     times, _, tokens = str(size).rpartition(" * ")
     if isinstance(size, int) or tokens != old:
         return size
@@ -64,7 +76,15 @@ def renamed(size: int | ir.SymbolicDim, old: str, new: ir.SymbolicDim) -> int | 
 
 
 def in_order(write: Writer, places: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The places of all rows, [R], and for each place the copy that has it: INT64 [R]."""
+    """Computes the order of sorted rows.
+
+    Args:
+        write: writer of the graph.
+        places: rows of each token, [..., top].
+
+    Returns:
+        The places of all rows, [R], and for each place the copy that has it: INT64 [R].
+    """
     flat = write.op("Reshape", write.cast(places, ir.DataType.INT64), [-1])
     count = write.op("Reshape", write.op("Size", flat), [1])
     _, copy = write.ops("TopK", flat, count, outputs=2, axis=-1, largest=0)
@@ -86,7 +106,7 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     _, chosen = write.ops("TopK", choice, [top], outputs=2, axis=-1)
     share = write.op("GatherElements", scores, chosen, axis=-1)
     if int_of(node, "normalized"):
-        total = write.op("Max", write.op("ReduceSum", share, [-1], keepdims=1), LEAST_SUM)
+        total = write.op("Max", write.op("ReduceSum", share, [-1], keepdims=1), MIN_SUM)
         share = write.op("Div", share, total)
     flat = write.op("Reshape", chosen, [-1])  # [R]
     count = write.op("Size", flat)
@@ -104,7 +124,7 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
 
 
 def _within_groups(write: Writer, node: ir.Node, choice: ir.Value, experts: int) -> ir.Value:
-    """The same with -infinity for experts of groups that are not chosen."""
+    """Replaces the scores of experts in groups that are not chosen by -infinity."""
     groups, chosen, best = (int_of(node, name) for name in ("groups", "chosen_groups", "group_best"))
     outer = [0] * (len(dims_of(operand(node, 0))) - 1)
     by_group = write.op("Reshape", choice, [*outer, groups, experts // groups])

@@ -1,7 +1,7 @@
-"""Copies of rows where route.py puts them: out[places[..., j]] = x[...] for every j, rounded to `to` on the way out.
+"""Sorts copies of rows by expert, as route.py numbers them: out[places[..., j]] = x[...] for every j, rounded to `to`.
 
-x: FLOAT [..., K]. places: INT32 [..., top], each place of R once. out: `to` [R, K]. With `to` one of CODES a row is
-quantized as quantize_rows.py has it, by `group` and `largest`, and scale: FLOAT [R, G] is there, too.
+x: FLOAT [..., K]. places: INT32 [..., top], each row of R once. out: `to` [R, K]. With `to` one of CODES a row is
+quantized as in quantize_rows.py, by `group` and `largest`, and there is also scale: FLOAT [R, G].
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,14 @@
-"""What the GEMMs share: y = x weightᵀ (· scales) (+ bias), then an epilogue.
+"""Shared parts of the GEMMs: y = x weightᵀ (· scales) (+ bias), then an epilogue.
 
 x: BFLOAT16, INT8 or FLOAT8E4M3FN [..., K]. weight: [N, K]. bias: FLOAT [N]. The sum is FLOAT; out has dtype `to`. Codes
-have x_scale: FLOAT [..., G], as QuantizeRows gives them for `group`; products of a run of `group` are summed first
-(those of integers exactly), and the runs' sums, scaled, in FLOAT.
+have x_scale: FLOAT [..., G], as QuantizeRows writes them for `group`; products of a quantization group are summed first
+(those of integers exactly), and the groups' sums, scaled, in FLOAT.
 epilogue: "none" gives [..., N]; "swiglu" and "geglu" take the weight's rows as N/2 gates, then N/2 ups, and give
 act(gate) · up, [..., N/2] (https://arxiv.org/abs/2002.05202; the Gelu is the tanh approximation). "swiglu_clamped"
 gives (up + 1) · gate · sigmoid(1.702 gate), gate being 7 at most and up in ±7 (https://arxiv.org/abs/2508.10925, 2.2).
 
-starts: INT32 [1, E + 1]. With it the product is that of E experts: rows [starts[e], starts[e + 1]) of x, [R, K], meet
-the e-th of the E matrices that weight is, [E · N, K], and so do its scales, zero points and biases
+starts: INT32 [1, E + 1]. With it the product is that of E experts: rows [starts[e], starts[e + 1]) of x, [R, K], are
+multiplied with matrix e of the E matrices in weight, [E · N, K], and with its scales, zero points and biases
 (plugins/experts/route.py).
 """
 
@@ -23,7 +23,7 @@ from enginewright.plugins.plugin import TypeAndDims, dims_of, dtype_attribute, i
 from enginewright.plugins.writer import Writer
 
 GATED = ("swiglu", "geglu", "swiglu_clamped")
-CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of "swiglu_clamped"
+CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # constants of "swiglu_clamped"
 ATTRIBUTES = {"epilogue": str, "to": int}
 GROUP_ATTRIBUTES = {**ATTRIBUTES, "group": int}
 
@@ -31,7 +31,16 @@ GROUP_ATTRIBUTES = {**ATTRIBUTES, "group": int}
 def reference(
     write: Writer, node: ir.Node, x: ir.Value, weight: ir.Value, scale: ir.Value | None, bias_index: int
 ) -> Sequence[ir.Value]:
-    """x and weight: FLOAT, as they are multiplied. scale: FLOAT [N], what the sum is multiplied by."""
+    """Computes a product in standard ops.
+
+    Args:
+        write: writer of the graph.
+        node: the GEMM.
+        x: FLOAT, as it is multiplied.
+        weight: FLOAT, as it is multiplied.
+        scale: FLOAT [N], factor on the sum; None is 1.
+        bias_index: index of the input with the bias.
+    """
     y = write.op("MatMul", x, write.op("Transpose", weight, perm=[1, 0]))
     if scale is not None:
         y = write.op("Mul", y, scale)
@@ -54,29 +63,31 @@ def reference(
 
 
 def starts_of(node: ir.Node) -> ir.Value | None:
-    """Where the rows of experts start; None where there is one matrix for all rows. It is the last input."""
+    """Returns the starts of experts' rows, the last input; None if there is one matrix for all rows."""
     last = node.inputs[-1]
     return last if last is not None and last.dtype == ir.DataType.INT32 else None
 
 
 def matrix_rows(node: ir.Node) -> int:
-    """N: rows of the weight, or of an expert's part of it."""
+    """Returns N: rows of the weight, or of an expert's part of it."""
     rows, starts = dims_of(operand(node, 1))[0], starts_of(node)
     assert isinstance(rows, int)
     return rows if starts is None else rows // (width_of(starts) - 1)
 
 
 def outputs_of(node: ir.Node) -> int:
-    """Columns of the result."""
+    """Returns the columns of the result."""
     rows = matrix_rows(node)
     return rows // 2 if node.attributes["epilogue"].as_string() in GATED else rows
 
 
 def infer(node: ir.Node) -> Sequence[TypeAndDims]:
+    """Infers the output of a GEMM."""
     return [(dtype_attribute(node), (*dims_of(operand(node, 0))[:-1], outputs_of(node)))]
 
 
 def cost(node: ir.Node) -> Cost:
+    """Counts the operations of a GEMM for a token."""
     return Cost(of_token=2 * matrix_rows(node) * width_of(operand(node, 0)))
 
 
@@ -84,7 +95,7 @@ Reference = Callable[[Writer, ir.Node], Sequence[ir.Value]]
 
 
 def grouped(reference: Reference) -> Reference:
-    """A reference of products for nodes with starts, too: that of one expert after the other, over its own rows."""
+    """Extends a product's reference to nodes with starts: one expert after another, over its own rows."""
 
     def either(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
         starts = starts_of(node)
@@ -94,7 +105,7 @@ def grouped(reference: Reference) -> Reference:
 
 
 def _by_expert(write: Writer, node: ir.Node, starts: ir.Value, reference: Reference) -> ir.Value:
-    """A loop over experts, whose results follow each other as their rows do."""
+    """Writes a loop over experts, whose results follow each other as their rows do."""
     experts, (output,) = width_of(starts) - 1, node.outputs
     assert output.dtype is not None
     of_experts = [_divided(write, value, experts) for value in node.inputs[:-1]]
@@ -122,14 +133,14 @@ def _by_expert(write: Writer, node: ir.Node, starts: ir.Value, reference: Refere
         own.append(part)
     attributes = [ir.convenience.convert_attribute(name, one.value) for name, one in node.attributes.items()]
     (result,) = reference(body, ir.Node(node.domain, node.op_type, own, attributes, num_outputs=1))
-    together = body.op("Concat", before, result, axis=0)
-    together.type, together.shape = before.type, before.shape
+    joined = body.op("Concat", before, result, axis=0)
+    joined.type, joined.shape = before.type, before.shape
     still = body.op("Identity", going)
     still.type, still.shape = going.type, going.shape
     inner = (value for one in body.nodes for value in one.outputs)
     for number, value in enumerate(inner):  # names within a graph and around it differ
         value.name = f"{output.name}.expert.{number}"
-    graph = ir.Graph([index, going, before], [still, together], nodes=body.nodes, name=f"{output.name}.one_expert")
+    graph = ir.Graph([index, going, before], [still, joined], nodes=body.nodes, name=f"{output.name}.one_expert")
     nothing = write.constant(np.zeros((0, width_of(output)), np.float32))
     (rows,) = write.append(
         "Loop",
@@ -140,11 +151,11 @@ def _by_expert(write: Writer, node: ir.Node, starts: ir.Value, reference: Refere
 
 
 def _divided(write: Writer, value: ir.Value | None, experts: int) -> ir.Value | None:
-    """A weight or what belongs to it, [E · N, …], as [E, N, …]; what has rows of its own as it is."""
+    """Reshapes a weight, its scales or biases from [E · N, …] to [E, N, …]; leaves values with rows of tokens."""
     if value is None:
         return None
     rows, shape = dims_of(value)[0], value.shape
-    if value.dtype == ir.DataType.FLOAT8E4M3FN:  # of which onnxruntime gathers nothing, and takes no rows
+    if value.dtype == ir.DataType.FLOAT8E4M3FN:  # onnxruntime neither gathers nor slices these
         value = write.cast(value, ir.DataType.FLOAT)
         value.dtype, value.shape = ir.DataType.FLOAT, shape
     if not isinstance(rows, int):
@@ -158,7 +169,14 @@ def _divided(write: Writer, value: ir.Value | None, experts: int) -> ir.Value | 
 def floats_reference(
     write: Writer, node: ir.Node, bias_index: int, scale: ir.Value | None = None
 ) -> Sequence[ir.Value]:
-    """Of inputs x, weight that FLOAT holds exactly."""
+    """Computes a product of inputs x and weight that FLOAT holds exactly.
+
+    Args:
+        write: writer of the graph.
+        node: the GEMM.
+        bias_index: index of the input with the bias.
+        scale: FLOAT [N], factor on the sum; None is 1.
+    """
     x, weight = (write.cast(operand(node, index), ir.DataType.FLOAT) for index in (0, 1))
     return reference(write, node, x, weight, scale, bias_index)
 
@@ -166,6 +184,14 @@ def floats_reference(
 def integers_reference(
     write: Writer, node: ir.Node, weight: ir.Value, scale: ir.Value | None, bias_index: int
 ) -> Sequence[ir.Value]:
-    """Of inputs x: INT8, weight, x_scale. weight: FLOAT, as it is multiplied."""
+    """Computes a product of INT8 activations, with inputs x, weight and x_scale.
+
+    Args:
+        write: writer of the graph.
+        node: the GEMM.
+        weight: FLOAT, as it is multiplied.
+        scale: FLOAT [N], factor on the sum; None is 1.
+        bias_index: index of the input with the bias.
+    """
     x = dequantized(write, operand(node, 0), operand(node, 2), int_of(node, "group"))
     return reference(write, node, x, weight, scale, bias_index)

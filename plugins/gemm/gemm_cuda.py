@@ -1,4 +1,4 @@
-"""What GPUs launch for matrix products: what gemm_tiles.py chooses, on each architecture of the engine."""
+"""GPU launches of matrix products, in the tiles that gemm_tiles.py chooses, on each architecture of the engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,18 +22,29 @@ from enginewright.plugins.gemm.gemm_tiles import (
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, ceil_div, cuda_type, expression
 
 ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out")
-# Of a GemmConfig, those that kernels are specialized to, as Gemm of gemm.cuh has them.
+# Fields of a GemmConfig that kernels are specialized to, as in Gemm of gemm.cuh.
 TILE = ("feature_warps", "token_warps", "k_warps", "turns", "units", "tiles", "splits", "stages", "shared_bytes")
 
 
 def gemm_on_cuda(binding: KernelBinding, format: str) -> CudaKernel:
-    """format: a name in FORMATS."""
+    """Makes the GPU kernel of a matrix product.
+
+    Args:
+        binding: the kernel call.
+        format: a name in FORMATS.
+    """
     headers = {name: name for name in ("gemm_small", "gemm_large", "gemm_wgmma", "gemm_experts")}
     return tiled(binding.on_cuda(lambda _: (), **headers), FORMATS[format], TILES[format])
 
 
 def tiled(kernel: CudaKernel, format: GemmFormat, tiles: Tiles) -> CudaKernel:
-    """The same product in tiles of one's own."""
+    """Replaces the tiles of a matrix product.
+
+    Args:
+        kernel: the GPU kernel.
+        format: format of its operands.
+        tiles: tiles to choose from.
+    """
 
     def launches(call: Call) -> tuple[Launch, ...]:
         return by_architecture(call, lambda arch: launches_on(arch, call, format, tiles))
@@ -47,6 +58,14 @@ def tiled(kernel: CudaKernel, format: GemmFormat, tiles: Tiles) -> CudaKernel:
 
 
 def launches_on(arch: ArchSpec, call: Call, format: GemmFormat, tiles: Tiles) -> list[Launch]:
+    """Lists the launches of a matrix product on an architecture.
+
+    Args:
+        arch: the architecture.
+        call: the call.
+        format: format of its operands.
+        tiles: tiles to choose from.
+    """
     desc = desc_of(call, format)
     if desc.experts:
         return [_launch_of_experts(call, desc, config) for config in of_experts(desc, tiles)]
@@ -54,6 +73,12 @@ def launches_on(arch: ArchSpec, call: Call, format: GemmFormat, tiles: Tiles) ->
 
 
 def desc_of(call: Call, format: GemmFormat) -> GemmDesc:
+    """Describes the product of a call.
+
+    Args:
+        call: the call.
+        format: format of its operands.
+    """
     weight, group = call.operands["weight"], int(call.attributes.get("group", 0))
     return GemmDesc(
         format,
@@ -68,7 +93,7 @@ def desc_of(call: Call, format: GemmFormat) -> GemmDesc:
 
 
 def _launch_of_experts(call: Call, desc: GemmDesc, config: GemmConfig) -> Launch:
-    """Blocks in x are as many as tiles could be: those that rows fill, and one for each expert."""
+    """Makes a launch with a block for every possible tile: those that rows fill, and one more for each expert."""
     out = call.operands["out"]
     rows = Linear(desc.experts * config.tokens, out.rows.terms)
     return Launch(
@@ -84,7 +109,7 @@ def _launch_of_experts(call: Call, desc: GemmDesc, config: GemmConfig) -> Launch
 
 
 def heads_on_cuda(binding: KernelBinding) -> CudaKernel:
-    """Of bf16 weights, one for each head."""
+    """Makes the GPU kernel of products with a bf16 weight for each head."""
     return binding.on_cuda(_launches_of_heads, gemm_heads="gemm_heads")
 
 
@@ -136,17 +161,17 @@ def _tile(config: GemmConfig) -> dict[str, int]:
 
 
 def _features(desc: GemmDesc, config: GemmConfig) -> Extent:
-    """Blocks in the dimension of the grid that goes through features."""
+    """Returns the blocks in the grid's dimension of features."""
     return blocks(ceil_div(desc.blocks_of_16, config.features // 16))
 
 
 def _fields(call: Call, desc: GemmDesc) -> Mapping[str, int | bool | str]:
-    """What a kernel is specialized to, but for its tile."""
+    """Returns the constants of a kernel, without its tile."""
     x, out, x_scale = call.operands["x"], call.operands["out"], call.operands.get("x_scale")
     return {
         "format": f"Format::{desc.format.name}",
         "epilogue": f"Epilogue::{call.attributes['epilogue']}",
-        "rows": 0 if desc.experts else call.rows("out"),  # those of experts are read from starts
+        "rows": 0 if desc.experts else call.rows("out"),  # kernels for experts read them from starts
         "type": cuda_type(out.dtype),
         "features": desc.features,
         "columns": desc.columns,
@@ -161,7 +186,7 @@ def _fields(call: Call, desc: GemmDesc) -> Mapping[str, int | bool | str]:
 
 
 def _partial(format: GemmFormat, tiles: Tiles, call: Call) -> tuple[str, Linear, int]:
-    """Sums of each split, where there are several: on the architecture that has most."""
+    """Returns the buffer for sums of splits, for the architecture with the most of them."""
     desc = desc_of(call, format)
     if desc.experts:
         return "partial", Linear(0), 1

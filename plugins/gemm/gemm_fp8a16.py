@@ -1,8 +1,8 @@
 """Matrix product with FP8 weights and bfloat16 activations: see gemm.py.
 
-weight: FLOAT8E4M3FN [N, K], no NaN. scale: FLOAT [N]; row n of the weight stands for weight[n] · scale[n]. Or, where
-`group` is not 0, FLOAT [N, G]: a number for each run of `group` columns (a multiple of 32 up to 256), the last one
-perhaps shorter.
+weight: FLOAT8E4M3FN [N, K], no NaN. scale: FLOAT [N]; row n of the weight represents weight[n] · scale[n]. Or, where
+`group` is not 0, FLOAT [N, G]: a number for each quantization group of `group` columns (a multiple of 32 up to 256),
+the last one perhaps shorter.
 """
 
 from collections.abc import Sequence

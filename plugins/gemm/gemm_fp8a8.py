@@ -1,7 +1,7 @@
 """Matrix product with FP8 weights and FP8 activations: see gemm.py.
 
-weight: FLOAT8E4M3FN [N, K], no NaN. scale: FLOAT [N], or, where `group` is not 0, FLOAT [N, G]: of the same runs of
-columns as x_scale's. https://arxiv.org/abs/2412.19437, 3.3.2
+weight: FLOAT8E4M3FN [N, K], no NaN. scale: FLOAT [N], or, where `group` is not 0, FLOAT [N, G]: of the same
+quantization groups as x_scale's. https://arxiv.org/abs/2412.19437, 3.3.2
 """
 
 from collections.abc import Sequence

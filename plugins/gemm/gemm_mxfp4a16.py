@@ -1,6 +1,6 @@
 """Matrix product with FP4 weights (E2M1) and bfloat16 activations: see gemm.py, and gemm_mxfp4a8.py for weights.
 
-What GPUs run; `group` is that of the weights.
+GPUs run it; `group` is that of the weights.
 """
 
 from collections.abc import Sequence

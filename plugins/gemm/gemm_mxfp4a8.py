@@ -1,7 +1,7 @@
 """Matrix product with MXFP4 weights and int8 activations: see gemm.py.
 
-weight: UINT8 [N, K], codes of E2M1 numbers, sign first. scale: BFLOAT16 [N, G], half of the runs' powers of two: a code
-of group g stands for DOUBLED[code] · scale[n, g].
+weight: UINT8 [N, K], codes of E2M1 numbers, sign first. scale: BFLOAT16 [N, G], half of the groups' powers of two: a
+code of group g represents DOUBLED[code] · scale[n, g].
 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
 """
 
@@ -22,7 +22,13 @@ DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def weight_of(write: Writer, node: ir.Node, scale: ir.Value) -> ir.Value:
-    """FLOAT [N, K]: what the codes of a node's weight stand for."""
+    """Restores the weight of a node, FLOAT [N, K].
+
+    Args:
+        write: writer of the graph.
+        node: the node.
+        scale: its scales.
+    """
     codes = operand(node, 1)
     numbers = write.op("Gather", np.array(DOUBLED, np.int8), write.cast(codes, ir.DataType.INT32))
     numbers.shape = codes.shape

@@ -1,7 +1,7 @@
 """Matrix product with weights of 4 bits and int8 activations: see gemm.py.
 
-weight: UINT8 [N, K], codes in [0, 15]. scale: BFLOAT16 [N, G] and zero: INT8 [N, G] in [0, 15], or 8 if it is absent; a
-code of group g stands for (code - zero[n, g]) · scale[n, g].
+weight: UINT8 [N, K], codes in [0, 15]. scale: BFLOAT16 [N, G] and zero: INT8 [N, G] in [0, 15], or 8 without it; a code
+of group g represents (code - zero[n, g]) · scale[n, g].
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,18 @@ from enginewright.plugins.plugin import Plugin, dims_of, int_of, operand, option
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU
 
-MIDDLE = 8  # what a code of symmetric weights is larger than the number that it stands for
+MIDDLE = 8  # offset of the codes of symmetric weights
 
 
 def weight_of(write: Writer, node: ir.Node, scale: ir.Value, zero: ir.Value | None) -> ir.Value:
-    """FLOAT [N, K]: what the codes of a node's weight stand for."""
+    """Restores the weight of a node, FLOAT [N, K].
+
+    Args:
+        write: writer of the graph.
+        node: the node.
+        scale: its scales.
+        zero: its zero points; None is MIDDLE for all.
+    """
     if zero is None:
         rows, groups = dims_of(scale)
         assert isinstance(rows, int) and isinstance(groups, int)

@@ -1,6 +1,6 @@
 """Matrix product with int8 weights and bfloat16 activations: see gemm.py.
 
-weight: INT8 [N, K] in [-127, 127]. scale: FLOAT [N]; row n of the weight stands for weight[n] · scale[n].
+weight: INT8 [N, K] in [-127, 127]. scale: FLOAT [N]; row n of the weight represents weight[n] · scale[n].
 """
 
 from enginewright.plugins.gemm import gemm

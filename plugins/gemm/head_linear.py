@@ -1,7 +1,7 @@
 """A linear layer with a weight of its own for each head: head h of y is head h of x times weight hᵀ.
 
-x: FLOAT [..., heads·K]. weight: FLOAT [heads·N, K], the heads' weights one behind the other. y: FLOAT [..., heads·N].
-No target has a kernel for it: quantization makes a HeadGemm of it.
+x: FLOAT [..., heads·K]. weight: FLOAT [heads·N, K], the heads' weights one after another. y: FLOAT [..., heads·N].
+No target has a kernel for it: quantization replaces it by a HeadGemm.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,14 @@ from enginewright.plugins.writer import Writer
 
 
 def product_by_head(write: Writer, x: ir.Value, weight: ir.Value, heads: int) -> ir.Value:
-    """Of FLOAT x and weight, as described above."""
+    """Computes the product of each head with its own weight.
+
+    Args:
+        write: writer of the graph.
+        x: FLOAT [..., heads·K].
+        weight: FLOAT [heads·N, K].
+        heads: number of heads.
+    """
     columns, outputs = width_of(weight), rows_of(weight) // heads
     by_head = write.op("Reshape", x, [-1, heads, 1, columns])
     across = write.op("Transpose", write.op("Reshape", weight, [heads, outputs, columns]), perm=[0, 2, 1])
@@ -22,8 +29,9 @@ def product_by_head(write: Writer, x: ir.Value, weight: ir.Value, heads: int) ->
 
 
 def rows_of(weight: ir.Value) -> int:
+    """Returns the number of a weight's rows, which must be known."""
     rows = dims_of(weight)[0]
-    assert isinstance(rows, int), f"{weight.name} has rows of unknown number"
+    assert isinstance(rows, int), f"{weight.name} has an unknown number of rows"
     return rows
 
 

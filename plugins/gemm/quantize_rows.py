@@ -1,11 +1,11 @@
-"""Rows as codes with a scale for each run of columns: symmetric, rounded half to even.
+"""Quantizes rows with a scale for each quantization group of columns: symmetric, rounded half to even.
 
 x: FLOAT or BFLOAT16 [..., K]. largest: FLOAT [G], an initializer, or absent. q: `to` [..., K], INT8 in [-127, 127] or
-FLOAT8E4M3FN in [-448, 448]. scale: FLOAT [..., G]: one for each run of `group` columns (a multiple of 32), the last one
-perhaps shorter; with group 0 the whole row is one. With largest = max|x| of a run (dynamic), or the number that is
-given for that run of all rows (static; codes beyond it are clipped), and most the largest code, scale is largest / most
-and q is x · (most / largest), in fp32. A largest below TINY counts as 0: scale 0, codes 0. A NaN or an infinity makes
-the run's scale NaN; its codes mean nothing then. Rows of a KV pool are quantized in the same way.
+FLOAT8E4M3FN in [-448, 448]. scale: FLOAT [..., G]: one for each group of `group` columns (a multiple of 32), the last
+one perhaps shorter; with group 0 the whole row is one. With amax = max|x| of a group (dynamic), or the number in
+`largest` for that group of all rows (static; larger numbers are clipped), and max_code the largest code, scale is amax
+/ max_code and q is x · (max_code / amax), in fp32. An amax below TINY counts as 0: scale 0, codes 0. A NaN or an
+infinity makes the group's scale NaN; its codes mean nothing then. Rows of a KV pool are quantized in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,17 @@ from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 
 _CODES = {ir.DataType[dtype.onnx]: dtype for dtype in DTYPES.values() if dtype.scale_bytes}
-LARGEST_CODE: Mapping[ir.DataType, float] = {code: dtype.largest for code, dtype in _CODES.items()}
+MAX_CODES: Mapping[ir.DataType, float] = {code: dtype.largest for code, dtype in _CODES.items()}
 TINY: Mapping[ir.DataType, float] = {code: dtype.tiny for code, dtype in _CODES.items()}
 
 
 def groups_of(width: int, group: int) -> int:
-    """Runs of `group` columns, the last one perhaps shorter."""
+    """Returns the number of quantization groups in a row, the last one perhaps shorter.
+
+    Args:
+        width: columns of the row.
+        group: columns of a group; 0 is the whole row.
+    """
     return -(-width // group) if group else 1
 
 
@@ -48,23 +53,35 @@ def quantized(
     dtype: ir.DataType,
     given: ir.Value | None = None,
 ) -> list[ir.Value]:
-    """q and scale of a FLOAT value of these dimensions. given: the largest of each run, or of what x has."""
-    width, most = dims[-1], LARGEST_CODE[dtype]
+    """Quantizes a FLOAT value.
+
+    Args:
+        write: writer of the graph.
+        x: the value.
+        dims: its dimensions.
+        group: columns of a group; 0 is the whole row.
+        dtype: dtype of the codes.
+        given: fixed amax of each group; None computes it.
+
+    Returns:
+        q and scale.
+    """
+    width, max_code = dims[-1], MAX_CODES[dtype]
     assert isinstance(width, int)
     groups, outer = groups_of(width, group), [0] * (len(dims) - 1)  # in a Reshape, 0 is the dimension as it is
-    if groups > 1:  # [..., G, group], zeros behind the last column
+    if groups > 1:  # [..., G, group], zeros after the last column
         x = write.op("Pad", x, [0, groups * group - width], None, [-1])
         x = write.op("Reshape", x, [*outer, groups, group])
-    largest = write.op("ReduceMax", write.op("Abs", x), [-1], keepdims=1)
+    amax = write.op("ReduceMax", write.op("Abs", x), [-1], keepdims=1)
     if given is not None:
         each = write.op("Unsqueeze", given, [-1]) if groups > 1 else given
-        largest = write.op("Expand", each, write.op("Shape", largest))
-    tiny = write.op("Less", largest, TINY[dtype])
-    factor = write.op("Where", tiny, 0.0, write.op("Div", most, largest))
-    q = write.op("Clip", write.op("Mul", x, factor), -most, most)
-    if dtype == ir.DataType.INT8:  # a Cast would cut
+        amax = write.op("Expand", each, write.op("Shape", amax))
+    tiny = write.op("Less", amax, TINY[dtype])
+    factor = write.op("Where", tiny, 0.0, write.op("Div", max_code, amax))
+    q = write.op("Clip", write.op("Mul", x, factor), -max_code, max_code)
+    if dtype == ir.DataType.INT8:  # a Cast would truncate
         q = write.op("Round", q)
-    scale = write.op("Where", tiny, 0.0, write.op("Div", largest, most))
+    scale = write.op("Where", tiny, 0.0, write.op("Div", amax, max_code))
     nan_or_zero = write.op("ReduceSum", write.op("Mul", x, 0.0), [-1], keepdims=1)
     scale = write.op("Add", scale, nan_or_zero)
     if groups > 1:
@@ -74,13 +91,28 @@ def quantized(
 
 
 def dequantized(write: Writer, q: ir.Value, scale: ir.Value, group: int, zero: ir.Value | None = None) -> ir.Value:
-    """FLOAT: (q - zero) · scale, by runs of `group` columns."""
+    """Restores FLOAT: (q - zero) · scale, by quantization groups.
+
+    Args:
+        write: writer of the graph.
+        q: codes.
+        scale: scales of groups.
+        group: columns of a group; 0 is the whole row.
+        zero: zero points of groups; None is 0.
+    """
     width = width_of(q)
     return write.op("DequantizeLinear", q, scale, zero, axis=-1, block_size=min(group, width) or width)
 
 
 def spread(write: Writer, scale: ir.Value, width: int, group: int) -> ir.Value:
-    """Scales of runs, [..., G], for each of `width` columns; those of whole rows as they are."""
+    """Repeats scales of groups for their columns; scales of whole rows stay as they are.
+
+    Args:
+        write: writer of the graph.
+        scale: scales [..., G].
+        width: columns of the row.
+        group: columns of a group; 0 is the whole row.
+    """
     if group == 0:
         return scale
     outer = len(dims_of(scale)) - 1
@@ -89,27 +121,36 @@ def spread(write: Writer, scale: ir.Value, width: int, group: int) -> ir.Value:
     return write.op("Slice", wide, [0], [width], [-1])
 
 
-# What ops whose result may be codes have: the dtype, and the columns that share a scale. Their last input is `largest`,
-# which is absent where the result is no code, or scaled as it comes.
+# Attributes of ops whose result may be codes: the dtype, and the columns that share a scale. Their last input is
+# `largest`, which is absent where the result is no code, or its amax is computed from it.
 TO_ATTRIBUTES = {"to": int, "group": int}
 
 
 def written_as(
-    write: Writer, node: ir.Node, value: ir.Value, largest: ir.Value | None, width: int | None = None
+    write: Writer, node: ir.Node, value: ir.Value, amax: ir.Value | None, width: int | None = None
 ) -> list[ir.Value]:
-    """The last outputs of such an op: the FLOAT value as `to`, and its scale.
+    """Computes the last outputs of such an op: the FLOAT value as `to`, and its scale.
 
     Args:
+        write: writer of the graph.
+        node: the node.
+        value: its result, FLOAT.
+        amax: fixed amax of each group; None computes it.
         width: columns of the value; None where its dimensions are those of input 0.
     """
     to = dtype_attribute(node)
     if to in CODES:
-        return quantized(write, value, _dims_as(node, width), int_of(node, "group"), to, largest)
+        return quantized(write, value, _dims_as(node, width), int_of(node, "group"), to, amax)
     return [write.round_to(value, to)]
 
 
 def types_as(node: ir.Node, width: int | None = None) -> list[TypeAndDims]:
-    """Of the same."""
+    """Infers the last outputs of such an op.
+
+    Args:
+        node: the node.
+        width: columns of the result; None where its dimensions are those of input 0.
+    """
     to, dims = dtype_attribute(node), _dims_as(node, width)
     if to not in CODES:
         return [(to, dims)]

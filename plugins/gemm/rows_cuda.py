@@ -1,4 +1,4 @@
-"""What GPUs launch where a block has a row: csrc/cuda/quantize_rows.cuh and gather_columns.cuh."""
+"""GPU launches with a row for each block: csrc/cuda/quantize_rows.cuh and gather_columns.cuh."""
 
 from enginewright.dtypes import DTYPES
 from enginewright.plan import Launch
@@ -9,6 +9,8 @@ SHARED_BYTES = 2 * THREADS // 32 * DTYPES["f32"].bytes
 
 
 def quantize_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel that quantizes rows."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         x, q, scale = (call.operands[role] for role in ("x", "q", "scale"))
         rows, copies = call.copies("q")
@@ -32,6 +34,8 @@ def quantize_rows_on_cuda(binding: KernelBinding) -> CudaKernel:
 
 
 def gather_columns_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel that gathers columns."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         out, scale = call.operands["out"], call.operands.get("scale")
         kernel = expression(

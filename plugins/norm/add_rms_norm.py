@@ -1,7 +1,7 @@
-"""The residual takes what a part of the layer adds to it, and is normalized for the next part.
+"""Adds a part of the layer to the residual, and normalizes the sum for the next part.
 
 x, delta: FLOAT [..., W]. weight: FLOAT [W]. sum = x + delta: FLOAT. normed = RMSNormalization(sum, weight): `to`,
-and scale: FLOAT [..., G] beside it if `to` is one of CODES, by `group` and `largest` (quantize_rows.py).
+and scale: FLOAT [..., G] if `to` is one of CODES, by `group` and `largest` (quantize_rows.py).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""RMSNormalization of heads, with a gate: what a recurrence gives, before it is projected.
+"""RMSNormalization of heads, with a gate: applied to the result of a recurrence, before it is projected.
 
-x, z: FLOAT [..., C]. weight: FLOAT [run], or [C]. Each run of columns is normalized by itself: with gate "after", out =
-RMSNormalization(x, weight) · silu(z), and with "before", RMSNormalization(x · silu(z), weight). out is of `to`, and
-with `to` one of CODES a row is quantized as quantize_rows.py has it.
+x, z: FLOAT [..., C]. weight: FLOAT [run], or [C]. Each group of `run` columns is normalized by itself: with gate
+"after", out = RMSNormalization(x, weight) · silu(z), and with "before", RMSNormalization(x · silu(z), weight). out is
+`to`, and with `to` one of CODES a row is quantized as in quantize_rows.py.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""LayerNormalization over the last dimension, rounded to `to` on the way out. https://arxiv.org/abs/1607.06450
+"""LayerNormalization over the last dimension, rounded to `to`. https://arxiv.org/abs/1607.06450
 
-x: FLOAT [..., W]. weight, bias: FLOAT [W]. out: `to` [..., W]. With `to` one of CODES a row is quantized as
-quantize_rows.py has it, by `group` and `largest`, and scale: FLOAT [..., G] is there, too.
+x: FLOAT [..., W]. weight, bias: FLOAT [W]. out: `to` [..., W]. With `to` one of CODES a row is quantized as in
+quantize_rows.py, by `group` and `largest`, and there is also scale: FLOAT [..., G].
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ KERNEL = KernelBinding("layer_norm@1", ("x", "weight", "bias", "largest"), ("out
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     x, weight, bias = operand(node, 0), operand(node, 1), optional(node, 2)
-    vectors = [weight] if bias is None else [weight, bias]  # onnxruntime's fusions crash where an absent bias is named
+    vectors = [weight] if bias is None else [weight, bias]  # onnxruntime's fusions crash if an absent bias is passed
     normed = write.op("LayerNormalization", x, *vectors, axis=-1, epsilon=float_of(node, "epsilon"))
     return written_as(write, node, normed, optional(node, 3))
 

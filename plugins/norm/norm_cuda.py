@@ -1,5 +1,4 @@
-"""What GPUs launch for norms: RMS norms, with or without a residual before them, and layer norms; of
-csrc/cuda/rms_norm.cuh."""
+"""GPU launches of norms, with or without a residual before them: csrc/cuda/rms_norm.cuh."""
 
 from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
@@ -11,7 +10,12 @@ WARPS = THREADS // 32
 
 
 def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
-    """out: the role of what is normalized."""
+    """Makes the GPU kernel of an RMS norm.
+
+    Args:
+        binding: the kernel call.
+        out: role of the normalized output.
+    """
 
     def launches(call: Call) -> tuple[Launch, ...]:
         if call.operands["weight"].columns < call.operands[out].columns:
@@ -42,10 +46,10 @@ def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
 
 
 def _runs(call: Call, out: str) -> Launch:
-    """Of runs of columns, each by itself."""
+    """Makes the launch that normalizes groups of columns, each by itself."""
     y, width = call.operands[out], call.operands["weight"].columns
     if y.dtype not in ("f32", "bf16"):
-        raise EngineError(f"heads that are normalized as {y.dtype} have no kernel for cuda", fix="Please report this.")
+        raise EngineError(f"heads that are normalized to {y.dtype} have no kernel for cuda", fix="Please report this.")
     kernel = expression(
         "rms_norm_runs",
         "RmsNormRuns",
@@ -63,6 +67,8 @@ def _runs(call: Call, out: str) -> Launch:
 
 
 def layer_norm_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of layer norms."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         x, y, scale = call.operands["x"], call.operands["out"], call.operands.get("scale")
         kernel = expression(

@@ -1,7 +1,8 @@
-"""RMSNormalization over the last dimension, rounded to `to` on the way out. https://arxiv.org/abs/1910.07467
+"""RMSNormalization over the last dimension, rounded to `to`. https://arxiv.org/abs/1910.07467
 
-x: FLOAT [..., W]. weight: FLOAT [W]. out: `to` [..., W]. With `to` one of CODES a row is quantized as quantize_rows.py
-has it, by `group` and `largest`, and scale: FLOAT [..., G] is there, too.
+x: FLOAT [..., W]. weight: FLOAT [W]. out: `to` [..., W]. With `to` one of CODES a row is quantized as in
+    quantize_rows.py,
+by `group` and `largest`, and there is also scale: FLOAT [..., G].
 """
 
 from collections.abc import Sequence

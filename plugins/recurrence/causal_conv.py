@@ -2,9 +2,9 @@
 
 x: FLOAT [1, T, C] or [tokens, C], as `before` and `behind`. taps: FLOAT [C, W]. bias: FLOAT [C]. With u = before · x,
 each channel of out is behind · f(bias + Σ taps[j] · u at j - (W - 1) tokens from it), where f is silu or, with
-activation "none", nothing. state: FLOAT [slots, W - 1, C], u of the tokens before, the oldest first
-(recurrence.py). out: `to`, as x. LFM2 has both gates (https://arxiv.org/abs/2511.23404); Mamba and the gated
-delta net have none.
+activation "none", the identity. state: FLOAT [slots, W - 1, C], u of the earlier tokens, the oldest first
+(recurrence.py). out: `to`, as x. LFM2 has both gates (https://arxiv.org/abs/2511.23404); Mamba and the gated delta net
+have none.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ OWN_INPUTS = ("x", "taps", "bias", "before", "behind")
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     x, taps = operand(node, 0), operand(node, 1)
-    bias, before, behind, *states = (optional(node, index) for index in range(2, 8))
+    bias, before, after, *states = (optional(node, index) for index in range(2, 8))
     channels = width_of(x)
     u = x if before is None else write.op("Mul", before, x)
     weights = write.op("Transpose", taps, perm=[1, 0])  # [W, C]
@@ -48,8 +48,8 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
         y = write.op("Add", y, bias)
     if node.attributes["activation"].as_string() == "silu":
         y = write.op("Mul", y, write.op("Sigmoid", y))
-    if behind is not None:
-        y = write.op("Mul", behind, y)
+    if after is not None:
+        y = write.op("Mul", after, y)
     return [state, write.round_to(y, dtype_attribute(node))]
 
 

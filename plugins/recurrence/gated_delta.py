@@ -1,11 +1,11 @@
-"""The gated delta rule: an associative memory for each head, which forgets, and corrects what it holds for a key.
+"""The gated delta rule: an associative memory for each head, which forgets, and corrects its value for a key.
 https://arxiv.org/abs/2412.06464
 
 query, key: FLOAT [1, T, key_heads·K] or [tokens, key_heads·K]. value, out: FLOAT [..., heads·V]. decay, beta: FLOAT
 [..., heads]. log_a, dt_bias: FLOAT [heads]. state: FLOAT [slots, heads, K, V] (plugins/recurrence/recurrence.py). Heads
 h·heads/key_heads … share head h of queries and keys. Where each row of a state has a decay of its own (Kimi's delta
 attention, https://arxiv.org/abs/2510.26692), decay is FLOAT [..., heads·K] and dt_bias FLOAT [heads·K], and g below is
-a diagonal matrix. Of each token, with S the state of a head:
+a diagonal matrix. For each token, with S the state of a head:
 
     g = exp(-exp(log_a) · softplus(decay + dt_bias))        k = key / √(|key|² + epsilon)
     b = sigmoid(beta)                                       q = scale · query / √(|query|² + epsilon)
@@ -44,7 +44,7 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     rows, columns, shared = width_of(key) // key_heads, width_of(value) // heads, heads // key_heads
 
     def by_head(x: ir.Value, scale: float) -> ir.Value:
-        """Normalized, [tokens, heads, rows]."""
+        """Normalizes heads of queries or keys: [tokens, heads, rows]."""
         split = write.op("Reshape", x, [-1, key_heads, 1, rows])
         square = write.op("ReduceSum", write.op("Mul", split, split), [-1], keepdims=1)
         normed = write.op("Div", split, write.op("Sqrt", write.op("Add", square, epsilon)))
@@ -84,7 +84,7 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
 
 
 def _cost(node: ir.Node) -> Cost:
-    """The state is read with a key, decays, is corrected, and is read with a query."""
+    """Counts the operations on the state: it is read with a key, decays, is corrected, and is read with a query."""
     key_width, width = width_of(operand(node, 1)), width_of(operand(node, 2))
     return Cost(of_token=7 * key_width // int_of(node, "key_heads") * width)
 

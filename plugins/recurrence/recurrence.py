@@ -1,9 +1,9 @@
-"""What ops share that carry a state from token to token: which sequence each token is of, and where its state is.
+"""Shared parts of ops that carry a state from token to token: the sequence of each token, and its slot.
 
-In a dense graph such an op has one sequence, whose state comes in as past and goes out as present. In a ragged graph
-there are the states of all sequences in a pool of slots, query_start INT32 [sequences + 1] says where each sequence's
-tokens begin, and slots INT32 [sequences] which slot it has; the pool comes out changed, and a lowering works in place.
-kv_len INT32 [sequences], positions after this step, changes no result: kernels that take many tokens at once cut by it.
+In a dense graph such an op has one sequence, whose state is an input as past and an output as present. In a ragged
+graph the states of all sequences are in a pool of slots, query_start INT32 [sequences + 1] has each sequence's first
+token, and slots INT32 [sequences] its slot; the pool is an output, and a lowering works in place. kv_len INT32
+[sequences], positions after this step, changes no result: kernels that compute many tokens at once cut by it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,21 +12,27 @@ import onnx_ir as ir
 
 from enginewright.plugins.writer import Writer
 
-STATE_INPUTS = ("state", "query_start?", "slots?", "kv_len?")  # the last ones of such an op
-STATE_ROLES = ("state", "query_start", "slots", "")  # for kernels that take one token after the other
+STATE_INPUTS = ("state", "query_start?", "slots?", "kv_len?")  # the last inputs of such an op
+STATE_ROLES = ("state", "query_start", "slots", "")  # roles in kernels that compute one token after another
 
-# (writer, a sequence's state, of one token what was scanned) → the state behind it, and the token's row of the result
+# (writer, state of a sequence, one token's row of each scanned value) → the state after it, and the token's result
 Step = Callable[[Writer, ir.Value, Sequence[ir.Value]], tuple[ir.Value, ir.Value]]
 
 
 def token_by_token(
     write: Writer, node: ir.Node, states: Sequence[ir.Value | None], scanned: Sequence[ir.Value], step: Step
 ) -> tuple[ir.Value, ir.Value]:
-    """The states behind all tokens, and a row of the result for each token.
+    """Computes a recurrence, one token after another.
 
     Args:
-        states: what the node has as the first three of STATE_INPUTS.
-        scanned: FLOAT, a row for each token.
+        write: writer of the graph.
+        node: the node.
+        states: the first three of STATE_INPUTS of the node.
+        scanned: FLOAT values with a row for each token.
+        step: computes one token.
+
+    Returns:
+        The states after all tokens, and a row of the result for each token.
     """
     pool, query_start, slots = states
     assert pool is not None
@@ -35,8 +41,8 @@ def token_by_token(
     def body(inner: Writer, pools: Sequence[ir.Value], rows: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
         slot, *values = rows
         state, row = step(inner, inner.op("Gather", pools[0], slot, axis=0), values)
-        at = inner.op("Reshape", slot, [1, 1])
-        return inner.op("ScatterND", pools[0], at, inner.op("Unsqueeze", state, [0])), row
+        index = inner.op("Reshape", slot, [1, 1])
+        return inner.op("ScatterND", pools[0], index, inner.op("Unsqueeze", state, [0])), row
 
     slot = _token_slots(write, tokens, query_start, slots)
     state, rows = write.scan(str(node.name), body, [pool], [slot, *scanned])
@@ -44,7 +50,7 @@ def token_by_token(
 
 
 def _token_slots(write: Writer, tokens: ir.Value, query_start: ir.Value | None, slots: ir.Value | None) -> ir.Value:
-    """INT64 [tokens]: the slot of each token's sequence."""
+    """Returns the slot of each token's sequence, INT64 [tokens]."""
     if query_start is None or slots is None:
         return write.op("Expand", write.constant([0]), tokens)
     ends = write.op("Slice", write.cast(query_start, ir.DataType.INT64), [1], [1 << 30], [0])  # [sequences]

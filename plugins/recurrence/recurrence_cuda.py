@@ -1,5 +1,7 @@
-"""Launches of recurrences on GPUs: csrc/cuda/recurrence.cuh takes one token after the other, and for sequences with
-several tokens in a step there are kernels that take them in chunks (recurrence_triton.py)."""
+"""GPU launches of recurrences: csrc/cuda/recurrence.cuh computes one token after another.
+
+Sequences with several tokens in a step have kernels that compute them in chunks (recurrence_triton.py).
+"""
 
 from dataclasses import replace
 
@@ -11,12 +13,14 @@ from enginewright.plugins.recurrence.recurrence_triton import chunk_instances, c
 THREADS = 128
 WARPS = THREADS // 32
 F32_BYTES = DTYPES["f32"].bytes
-LANE_ROWS = 32  # of a state's column, at most, in a thread's registers
+LANE_ROWS = 32  # limit of rows of a state's column in a thread's registers
 
 
 def conv_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of causal convolutions."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
-        x, out, before, behind = (call.operands.get(role) for role in ("x", "out", "before", "behind"))
+        x, out, before, after = (call.operands.get(role) for role in ("x", "out", "before", "behind"))
         assert x is not None and out is not None
         padded = out.columns if out.dtype == "f32" else out.padded
         kernel = expression(
@@ -26,7 +30,7 @@ def conv_on_cuda(binding: KernelBinding) -> CudaKernel:
             width=call.operands["taps"].columns,
             x_stride=x.stride,
             before_stride=before.stride if before else 0,
-            behind_stride=behind.stride if behind else 0,
+            behind_stride=after.stride if after else 0,
             out_stride=out.stride,
             padded=padded,
             slot_stride=call.operands["state"].block_stride // F32_BYTES,
@@ -34,7 +38,7 @@ def conv_on_cuda(binding: KernelBinding) -> CudaKernel:
             silu=call.attributes["activation"] == "silu",
             bias="bias" in call.operands,
             before=before is not None,
-            behind=behind is not None,
+            behind=after is not None,
         )
         arguments = ("x", "taps", "bias", "before", "behind", "state", "query_start", "slots", "out")
         return (Launch(kernel, arguments, (blocks(padded, THREADS), blocks(linear(sequences=1)), ONE), THREADS),)
@@ -43,7 +47,12 @@ def conv_on_cuda(binding: KernelBinding) -> CudaKernel:
 
 
 def recurrence_on_cuda(binding: KernelBinding, *, delta: bool) -> CudaKernel:
-    """delta: the gated delta rule, and not Mamba-2."""
+    """Makes the GPU kernel of a recurrence.
+
+    Args:
+        binding: the kernel call.
+        delta: True for the gated delta rule, False for Mamba-2.
+    """
 
     def launches(call: Call) -> tuple[Launch, ...]:
         chunked = _chunked(call)
@@ -89,18 +98,21 @@ def recurrence_on_cuda(binding: KernelBinding, *, delta: bool) -> CudaKernel:
 
 
 def _chunked(call: Call) -> bool:
-    """Sequences with several tokens in a step go through chunks. These add in another order than single tokens do, so
-    batch-invariant engines do not have them.
+    """Checks if sequences with several tokens in a step are computed in chunks.
+
+    Chunks add in another order than single tokens do, so batch-invariant engines do not have them.
     """
     return not call.batch_invariant and not _by_row(call)
 
 
 def _by_row(call: Call) -> bool:
-    """Whether each row of a state has a decay of its own."""
+    """Checks if each row of a state has a decay of its own."""
     return call.operands["decay"].columns != int(call.attributes["heads"])
 
 
 def gated_norm_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of gated norms."""
+
     def launches(call: Call) -> tuple[Launch, ...]:
         x, y, scale = call.operands["x"], call.operands["out"], call.operands.get("scale")
         run = int(call.attributes["run"])

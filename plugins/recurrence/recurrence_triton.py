@@ -11,9 +11,9 @@ from enginewright.triton_instance import TritonInstance
 
 MODULE = "enginewright.csrc.cuda.triton.recurrence"
 CHUNK = 64  # tokens
-FACTORS = 4  # of a token and head, beside its rows of matrices
-BLOCK_V = 16  # columns of a state that a program has
-# Chosen so that nothing spills on any architecture; not measured: no GPU has been at hand.
+FACTORS = 4  # numbers of a token and head, after its rows of matrices
+BLOCK_V = 16  # columns of a state in a program
+# They are chosen so that nothing spills on any architecture, and not measured, since no GPU was available.
 PREPARE_WARPS, SCAN_WARPS = 8, 4
 INTEGERS = ("sizes", "query_start", "kv_len", "slots")
 PREPARE_ARGUMENTS = ("query", "key", "decay", "beta", "log_a", "dt_bias", "query_start", "kv_len", "chunks")
@@ -21,7 +21,12 @@ SCAN_ARGUMENTS = ("query", "key", "value", "skip", "state", "query_start", "kv_l
 
 
 def chunk_scratch(call: Call, delta: bool) -> tuple[str, Linear, int]:
-    """What is prepared of each token: a row of one matrix, of the gated delta rule of two, and factors."""
+    """Returns the buffer for prepared chunks: for each token a row of one matrix, or of two, and factors.
+
+    Args:
+        call: the call.
+        delta: True for the gated delta rule, False for Mamba-2.
+    """
     return "chunks", linear(tokens=1), int(call.attributes["heads"]) * _width(delta)
 
 
@@ -30,7 +35,12 @@ def _width(delta: bool) -> int:
 
 
 def chunk_instances(call: Call, delta: bool) -> tuple[TritonInstance, TritonInstance]:
-    """What prepares chunks, and what goes through them. delta: the gated delta rule, and not Mamba-2."""
+    """Returns the kernels that prepare chunks, and that scan them.
+
+    Args:
+        call: the call.
+        delta: True for the gated delta rule, False for Mamba-2.
+    """
     operands, attributes = call.operands, call.attributes
     heads, key_heads = int(attributes["heads"]), int(attributes["key_heads"])
     shared: dict[str, int | bool | float] = {
@@ -82,17 +92,22 @@ def _instance(
 
 
 def _is_aligned(call: Call, role: str) -> bool:
-    """To 16 bytes: buffers, weights and pools are; columns of a buffer, and states in a slot, may not be."""
+    """Checks alignment to 16 bytes: buffers, weights and pools have it; columns of a buffer, and states, may not."""
     matrix = call.operands.get(role)
     return matrix is None or matrix.column * DTYPES[matrix.dtype].bytes % 16 == 0
 
 
 def chunk_launches(call: Call, delta: bool) -> tuple[Launch, Launch]:
-    """They run where a sequence has more than one token in the step."""
+    """Returns the launches over chunks; they run if a sequence has more than one token in the step.
+
+    Args:
+        call: the call.
+        delta: True for the gated delta rule, False for Mamba-2.
+    """
     heads = int(call.attributes["heads"])
     columns = call.operands["value"].columns // heads
     prepare, scan = chunk_instances(call, delta)
-    # Of n tokens at any position at most (n + 2 · 63) / 64 chunks have some.
+    # n tokens at any position are in at most (n + 2 · 63) / 64 chunks.
     chunks = Extent(linear(tokens=1, sequences=2 * (CHUNK - 1)), CHUNK)
     more = linear(tokens=1, sequences=-1)
 

@@ -1,9 +1,9 @@
-"""Mamba-2's state space: a state for each head, which decays, takes up a value under a key, and is read with a query.
+"""Mamba-2's state space: a state for each head, which decays, adds a value under a key, and is read with a query.
 https://arxiv.org/abs/2405.21060
 
 query, key: FLOAT [1, T, key_heads·K] or [tokens, key_heads·K], which the paper calls C and B. value, out: FLOAT
 [..., heads·V]. decay: FLOAT [..., heads]. log_a, dt_bias, skip: FLOAT [heads]. state: FLOAT [slots, heads, K, V]
-(recurrence.py). Heads h·heads/key_heads … share head h of queries and keys. Of each token, with S the state of
+(recurrence.py). Heads h·heads/key_heads … share head h of queries and keys. For each token, with S the state of
 a head:
 
     dt = max(softplus(decay + dt_bias), dt_min)
@@ -71,7 +71,7 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
 
 
 def _cost(node: ir.Node) -> Cost:
-    """The state decays, takes a value up, and is read with a query."""
+    """Counts the operations on the state: it decays, adds a value, and is read with a query."""
     key_width, width = width_of(operand(node, 1)), width_of(operand(node, 2))
     return Cost(of_token=5 * key_width // int_of(node, "key_heads") * width)
 
