@@ -1,1 +1,1 @@
-"""What `engine bench` does: load for engines and servers, figures of what came of it, and a step's time by kernel."""
+"""`engine bench`: load for engines and servers, figures of the results, and the time of a step by kernel."""

@@ -1,7 +1,7 @@
-"""One request to an OpenAI-compatible server, and the times at which its answer came.
+"""One request to an OpenAI-compatible server, and the times at which its completion arrived.
 
-It may share its cores with the server, so it does little: bodies are bytes before the run begins, a block of the
-stream gets its time before anything else, and each event is decoded once, into the few fields that are needed.
+The client may share its cores with the server, so it does little work: bodies are bytes before the run begins, a block
+of the stream gets its time before anything else, and each event is decoded once, into the few fields that are needed.
 """
 
 import time
@@ -16,56 +16,64 @@ import msgspec
 from enginewright.errors import EngineError, UsageError
 from enginewright_bench.figures import Failure, RequestRecord
 
-MAX_EVENT_BYTES = 16 << 20
-MAX_ERROR_BYTES = 4096
-KEEP_ALIVE_S = 2.0  # shorter than servers' own, so that no request goes to a connection that is just being closed
-FAILED = ("abort", "error")  # finish reasons of an answer that is not whole
+MAX_EVENT_BYTES = 16 << 20  # limit of a line of the stream
+MAX_ERROR_BYTES = 4096  # limit of an error's body
+KEEP_ALIVE_S = 2.0  # shorter than servers' own, so that no request uses a connection that is just being closed
+FAILED = ("abort", "error")  # finish reasons of an incomplete completion
 
 
 class _Message(msgspec.Struct):
-    role: str | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
+    """A message, or a part of one."""
+
+    role: str | None = None  # role of the sender
+    content: str | None = None  # text
+    reasoning: str | None = None  # text of the reasoning, as some servers name it
+    reasoning_content: str | None = None  # text of the reasoning, as other servers name it
 
 
 class _Choice(msgspec.Struct):
-    """text: of a completion. delta: of a chat."""
+    """A choice of an event."""
 
-    text: str | None = None
-    delta: _Message | None = None
-    finish_reason: str | None = None
+    text: str | None = None  # text, of a completion
+    delta: _Message | None = None  # part of a message, of a chat
+    finish_reason: str | None = None  # reason of the end, in the last event
 
     @property
     def is_piece(self) -> bool:
-        """Whether it may stand for a token. Some tokens have no text; what says the role or the end has none either."""
+        """True if it may be a token. Some tokens have no text; events with the role or the end alone are no tokens."""
         if self.text or (self.delta and (self.delta.content or self.delta.reasoning or self.delta.reasoning_content)):
             return True
         return not self.finish_reason and (self.delta is None or self.delta.role is None)
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    """Details of the usage."""
+
+    cached_tokens: int | None = None  # prompt tokens that the prefix cache had
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
+    """Numbers of tokens, as the server counts them."""
+
+    prompt_tokens: int = 0  # tokens of the prompt
+    completion_tokens: int = 0  # generated tokens
+    prompt_tokens_details: _Details | None = None  # details, if the server has them
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: Any = None
+    """An event of the stream."""
+
+    choices: list[_Choice] | None = None  # parts of the completion
+    usage: _Usage | None = None  # numbers of tokens, in the last event
+    error: Any = None  # error of the server
 
 
 class _Failed(Exception):
-    """The answer is not whole: kind and detail of a Failure."""
+    """The completion is incomplete: kind and detail of a Failure."""
 
 
 class AnswerReader:
-    """Server-sent events of one answer, in blocks as they come off the wire."""
+    """Reader of one completion's server-sent events, in blocks as they come from the network."""
 
     _decoder = msgspec.json.Decoder(_Event)
 
@@ -75,7 +83,16 @@ class AnswerReader:
         self._ended = False
 
     def feed(self, block: bytes, now: float) -> None:
-        """Raises _Failed or msgspec.DecodeError for what is no part of an answer."""
+        """Reads a block.
+
+        Args:
+            block: bytes of the stream.
+            now: time of their arrival, in seconds.
+
+        Raises:
+            _Failed: the server reports an error, or the stream is not one of events.
+            msgspec.DecodeError: an event is not valid JSON.
+        """
         *lines, self._rest = (self._rest + block).split(b"\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise _Failed("not an event stream", f"a line is longer than {MAX_EVENT_BYTES} bytes")
@@ -83,16 +100,16 @@ class AnswerReader:
             if line.startswith(b"data:"):
                 data = line[5:].strip()
                 if data and data != b"[DONE]":
-                    self._take(self._decoder.decode(data), now)
+                    self._read_event(self._decoder.decode(data), now)
 
     def close(self) -> None:
-        """The stream is over. Raises _Failed if the answer is not."""
+        """Ends the reading. Raises _Failed if the completion has not ended."""
         if not self._ended:
             raise _Failed("answer cut short", f"the stream ended after {len(self._answer.piece_s)} pieces")
         if not self._answer.has_usage:
             self._answer.tokens = len(self._answer.piece_s)
 
-    def _take(self, event: _Event, now: float) -> None:
+    def _read_event(self, event: _Event, now: float) -> None:
         answer = self._answer
         if event.error is not None:
             raise _Failed("error in the stream", _message({"error": event.error}))
@@ -102,8 +119,8 @@ class AnswerReader:
             answer.cached_tokens = (details.cached_tokens if details is not None else None) or 0
             answer.has_usage = True
         for choice in event.choices or ():
-            ends = bool(choice.finish_reason)  # some servers say "" until it is there
-            if choice.is_piece or (ends and not answer.piece_s):  # an answer without any text has its end for a piece
+            ends = bool(choice.finish_reason)  # some servers send "" before the end
+            if choice.is_piece or (ends and not answer.piece_s):  # a completion without text counts its end as a piece
                 answer.piece_s.append(now)
             if choice.finish_reason in FAILED:
                 raise _Failed(f"finish_reason {choice.finish_reason}", f"after {len(answer.piece_s)} pieces")
@@ -111,19 +128,23 @@ class AnswerReader:
 
 
 class Client:
-    """Talks to one server, and to nobody else: no proxy of the environment, no redirection.
+    """A connection to one server: no proxy of the environment, no redirection.
 
-    Args:
-        base_url: http or https, with or without /v1 at its end.
-        timeout_s: of one request.
-
-    `start` is what time.perf_counter() said when the run began; times of answers count from there.
-
-    Raises:
-        UsageError: the address is none.
+    Attributes:
+        start: time.perf_counter() at the begin of the run; times of completions count from there.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        """Prepares a session.
+
+        Args:
+            base_url: http or https, with or without /v1 at its end.
+            api_key: key of the server; None sends none.
+            timeout_s: limit of one request, in seconds.
+
+        Raises:
+            UsageError: the address is not valid.
+        """
         self._url = checked_url(base_url)
         headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -141,10 +162,10 @@ class Client:
         return time.perf_counter() - self.start
 
     async def models(self) -> list[str]:
-        """Names of the models that the server says it has.
+        """Lists the names of the server's models.
 
         Raises:
-            EngineError: it cannot be reached, or does not say.
+            EngineError: it cannot be reached, or has no list.
         """
         url = f"{self._url}/v1/models"
         try:
@@ -158,8 +179,14 @@ class Client:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise unreachable(self._url, str(error) or "it did not answer in time") from error
 
-    async def ask(self, path: str, body: bytes, answer: RequestRecord) -> None:
-        """Send a request and note in `answer` what comes of it, failure included."""
+    async def send(self, path: str, body: bytes, answer: RequestRecord) -> None:
+        """Sends a request and records its result, or its failure.
+
+        Args:
+            path: path of the endpoint.
+            body: body of the request.
+            answer: record to fill.
+        """
         answer.sent_s = self.now()
         try:
             await self._stream(path, body, answer)
@@ -197,36 +224,46 @@ class Client:
 
 
 class _Model(msgspec.Struct):
-    id: str
+    """A model of the server."""
+
+    id: str  # name
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    """The server's list of models."""
+
+    data: list[_Model]  # models
 
 
 def checked_url(url: str) -> str:
-    """The address without /v1 at its end. Raises UsageError for what is none."""
+    """Checks an address, and removes /v1 at its end. Raises UsageError if it is not valid."""
     example = "Write for example --base-url http://127.0.0.1:8000."
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise UsageError(f"--base-url {url} is no address", str(error), example) from error
+        raise UsageError(f"--base-url {url} is not an address", str(error), example) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(
-            f"--base-url {url} is no address", "it must begin with http:// or https:// and a host", example
+            f"--base-url {url} is not an address", "it must begin with http:// or https:// and a host", example
         )
     if parts.username is not None or parts.query or parts.fragment:
-        raise UsageError("--base-url has more than an address", "a key goes into --api-key", example)
+        raise UsageError("--base-url is more than an address", "a key goes into --api-key", example)
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def unreachable(url: str, why: str) -> EngineError:
+    """Makes the error for a server that cannot be reached.
+
+    Args:
+        url: address of the server.
+        why: the reason.
+    """
     return EngineError(f"{url} cannot be reached", why, "Start the server, or name its address with --base-url.")
 
 
 async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
-    """The body, or as much of its beginning."""
+    """Reads a body up to a limit."""
     body = b""
     async for block in response.content.iter_any():
         body += block
@@ -244,7 +281,7 @@ def _hint(response: aiohttp.ClientResponse) -> str:
 
 
 def _message(body: bytes | Mapping[str, Any]) -> str:
-    """What an error says, in whichever of the usual forms."""
+    """Returns the text of an error, in any of the usual forms."""
     found: Any = body
     if isinstance(body, bytes):
         try:

@@ -11,7 +11,11 @@ PROC = Path("/proc")
 
 
 def cpu_seconds(pid: int, proc: Path = PROC) -> float:
-    """User and system time so far of a process, of those below it that live, and of those it has waited for.
+    """Sums user and system time so far: of a process, its living descendants, and the children it has waited for.
+
+    Args:
+        pid: the process.
+        proc: folder of the system's process files.
 
     Raises:
         UsageError: there is no such process.
@@ -20,17 +24,18 @@ def cpu_seconds(pid: int, proc: Path = PROC) -> float:
     children: dict[int, list[int]] = defaultdict(list)
     for path in proc.glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()  # the name before it may hold spaces and brackets
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            # the process's name before it may hold spaces and brackets
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # the process has just ended
             continue
         process = int(path.parent.name)
         children[int(fields[1])].append(process)
         ticks[process] = sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
     if pid not in ticks:
-        raise UsageError(f"--server-pid {pid} is no process here", fix="Name one of this machine's, or leave it out.")
-    total, open_ends = 0, [pid]
-    while open_ends:
-        process = open_ends.pop()
+        raise UsageError(f"--server-pid {pid} is not a process of this machine", fix="Name one, or leave it out.")
+    total, pending = 0, [pid]
+    while pending:
+        process = pending.pop()
         total += ticks[process]
-        open_ends += children.pop(process, [])
+        pending += children.pop(process, [])
     return total / CLOCK_TICKS

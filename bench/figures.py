@@ -1,4 +1,4 @@
-"""From the times at which pieces of answers came to the figures of a report."""
+"""Computes the figures of a report from the arrival times of completions' pieces."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,18 +18,18 @@ PERCENTILE_METHOD = "linear interpolation between the two nearest values (numpy'
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of a latency, in ms. Percentiles as PERCENTILE_METHOD says."""
+    """Distribution of a latency, in ms; PERCENTILE_METHOD defines the percentiles."""
 
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    max: float
+    mean: float  # mean
+    p50: float  # median
+    p90: float  # 90th percentile
+    p95: float  # 95th percentile
+    p99: float  # 99th percentile
+    max: float  # maximum
 
     @classmethod
     def of_seconds(cls, values: Iterable[float]) -> "Distribution | None":
-        """None if there is no value."""
+        """Computes the distribution of values in seconds; None if there are none."""
         ms = np.fromiter(values, float) * 1e3
         if not ms.size:
             return None
@@ -39,68 +39,63 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Failure:
-    """kind: the same for failures of one cause. detail: what was said in this case."""
+    """The failure of a request."""
 
-    kind: str
-    detail: str
+    kind: str  # the same text for failures of one cause
+    detail: str  # message of this case
 
 
 @dataclass
 class RequestRecord:
-    """What became of one request. Times are seconds since the run began.
+    """The result of one request. Times are seconds since the run began."""
 
-    max_tokens: that were asked for. due_s: when its turn was; sent_s: when it went off. piece_s: when each piece of its
-    text came; a piece is a token, unless the server sends several at once. end_s: when the stream ended. prompt_tokens,
-    cached_tokens, tokens: as the server counts them; without has_usage it did not, and tokens are pieces. failure: None
-    is an answer that is whole.
-    """
-
-    max_tokens: int
-    due_s: float = 0.0
-    sent_s: float = 0.0
+    max_tokens: int  # requested limit of generated tokens
+    due_s: float = 0.0  # scheduled time of sending
+    sent_s: float = 0.0  # time of sending
+    # arrival times of the text's pieces; a piece is a token, unless the server sends several at once
     piece_s: list[float] = field(default_factory=list)
-    end_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-    has_usage: bool = False
-    failure: Failure | None = None
+    end_s: float = 0.0  # end of the stream
+    prompt_tokens: int = 0  # tokens of the prompt, as the server counts them
+    cached_tokens: int = 0  # prompt tokens that the prefix cache had, as the server counts them
+    tokens: int = 0  # generated tokens, as the server counts them; without has_usage, the number of pieces
+    has_usage: bool = False  # True if the server counted tokens
+    failure: Failure | None = None  # failure; None is a complete completion
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token: from the sending to the first piece."""
+        """Time to the first token, in seconds: from the sending to the first piece."""
         return self.piece_s[0] - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for an answer of one."""
+        """Time per output token after the first, in seconds; None if there is only one token."""
         return (self.piece_s[-1] - self.piece_s[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between a piece and the next."""
+        """Seconds between consecutive pieces."""
         return [late - early for early, late in pairwise(self.piece_s)]
 
     @property
     def e2e_s(self) -> float:
-        """End to end: from the sending to the end of the stream."""
+        """Seconds from the sending to the end of the stream."""
         return self.end_s - self.sent_s
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Latencies in ms that a request must not exceed to be a good one; None is no limit."""
+    """Limits of latencies, in ms, that a good request must meet; None is no limit."""
 
-    ttft: float | None = None
-    tpot: float | None = None
-    e2e: float | None = None
+    ttft: float | None = None  # limit of the time to the first token
+    tpot: float | None = None  # limit of the time per output token
+    e2e: float | None = None  # limit of the time from end to end
 
     @classmethod
     def parse(cls, text: str) -> "Goodput":
-        """Reads `ttft=500,tpot=50`.
+        """Parses `ttft=500,tpot=50`.
 
         Raises:
-            UsageError: it is something else.
+            UsageError: the text has another form.
         """
         known = [entry.name for entry in fields(cls)]
         limits: dict[str, float] = {}
@@ -113,64 +108,64 @@ class Goodput:
             if name not in known or name in limits or not 0 < limit < float("inf"):
                 raise UsageError(
                     f"--goodput {text} is not understood",
-                    f"{part.strip()!r} is no limit, each of {', '.join(known)} may have one in ms",
+                    f"{part.strip()!r} is not a limit, each of {', '.join(known)} may have one in ms",
                     "Write for example --goodput ttft=500,tpot=50.",
                 )
             limits[name] = limit
         return cls(**limits)
 
     def is_met(self, answer: RequestRecord) -> bool:
-        """An answer of one token has no time per output token, and meets every limit of it."""
+        """Checks a request; with one token it has no time per output token, and meets every limit of it."""
         values = ((answer.ttft_s, self.ttft), (answer.tpot_s or 0.0, self.tpot), (answer.e2e_s, self.e2e))
         return all(limit is None or value * 1e3 <= limit for value, limit in values)
 
 
 @dataclass(frozen=True)
 class ErrorKind:
-    """example: what the first of them said."""
+    """Failures of one kind."""
 
-    count: int
-    example: str
+    count: int  # number of failures
+    example: str  # message of the first one
 
 
 @dataclass(frozen=True)
 class ServeFigures:
-    """Of a run. Only whole answers count, but for `failed` and `errors`.
+    """Figures of a run. Only complete completions count, but for `failed` and `errors`."""
 
-    short_answers: with fewer tokens than max_tokens. without_usage: whose tokens the server did not count. duration_s:
-    from the first request's sending to the end of the last, whole or failed. max_in_flight: requests at once.
-    cached_prompt_tokens: as far as the server says. behind_ms: how late requests were sent, as the limit on
-    concurrency, or the client, held them up. good: the number that met the limits of goodput.
-    """
-
-    done: int
-    failed: int
-    short_answers: int
-    without_usage: int
-    duration_s: float
-    max_in_flight: int
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    generated_tokens: int
-    requests_per_s: float
-    prompt_tokens_per_s: float
-    generated_tokens_per_s: float
-    total_tokens_per_s: float
-    ttft_ms: Distribution | None
-    tpot_ms: Distribution | None
-    gap_ms: Distribution | None
-    e2e_ms: Distribution | None
-    behind_ms: Distribution | None
-    errors: dict[str, ErrorKind]
-    good: int | None
-    good_requests_per_s: float | None
+    done: int  # complete completions
+    failed: int  # failed requests
+    short_answers: int  # completions with fewer tokens than max_tokens
+    without_usage: int  # completions whose tokens the server did not count
+    duration_s: float  # seconds from the first sending to the last end, failures included
+    max_in_flight: int  # maximum of requests at once
+    prompt_tokens: int  # tokens of prompts
+    cached_prompt_tokens: int  # tokens of prompts that the prefix cache had, as far as the server reports them
+    generated_tokens: int  # tokens of completions
+    requests_per_s: float  # completions in a second
+    prompt_tokens_per_s: float  # tokens of prompts in a second
+    generated_tokens_per_s: float  # tokens of completions in a second
+    total_tokens_per_s: float  # tokens of prompts and completions in a second
+    ttft_ms: Distribution | None  # time to the first token
+    tpot_ms: Distribution | None  # time per output token after the first
+    gap_ms: Distribution | None  # time between consecutive pieces
+    e2e_ms: Distribution | None  # time from the sending to the end
+    behind_ms: Distribution | None  # delay of sending, caused by the limit on concurrency or by the client
+    errors: dict[str, ErrorKind]  # kind → failures
+    good: int | None  # completions that met the limits of goodput; None without limits
+    good_requests_per_s: float | None  # good completions in a second
 
 
 def serve_figures(answers: Sequence[RequestRecord], goodput: Goodput | None = None) -> ServeFigures:
+    """Computes the figures of a run.
+
+    Args:
+        answers: records of all requests, at least one.
+        goodput: limits of good requests.
+    """
     done = [answer for answer in answers if answer.failure is None]
     failures = [answer.failure for answer in answers if answer.failure is not None]
     seconds = max(answer.end_s for answer in answers) - min(answer.sent_s for answer in answers)
-    seconds = max(seconds, 1e-9)  # of a run in which everything failed at once
+    seconds = max(seconds, 1e-9)  # avoids 0 in a run whose requests all failed at once
     prompts, tokens = sum(answer.prompt_tokens for answer in done), sum(answer.tokens for answer in done)
     good = None if goodput is None else sum(map(goodput.is_met, done))
     return ServeFigures(
@@ -199,17 +194,22 @@ def serve_figures(answers: Sequence[RequestRecord], goodput: Goodput | None = No
 
 
 def most_at_once(answers: Iterable[RequestRecord]) -> int:
-    """Requests that were under way at the same time."""
+    """Returns the maximum of requests that were in flight at the same time."""
     changes = sorted(change for answer in answers for change in ((answer.sent_s, 1), (answer.end_s, -1)))
-    return int(np.cumsum([step for _, step in changes]).max(initial=0))  # at one time, an end before a beginning
+    return int(np.cumsum([step for _, step in changes]).max(initial=0))  # at equal times, an end counts before a start
 
 
 def tokens_over_time(
     answers: Iterable[RequestRecord], max_bins: int, min_bin_s: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Generated tokens per second in equal parts of the run, up to the last token.
+    """Computes generated tokens per second in equal parts of the run, up to the last token.
 
-    An answer's tokens are spread over its pieces. There must be an answer.
+    The tokens of a completion are spread over its pieces.
+
+    Args:
+        answers: records of requests, one of them without failure.
+        max_bins: limit of parts.
+        min_bin_s: minimum of a part, in seconds.
 
     Returns:
         Rates, `[bins]`, and the edges of bins in seconds, `[bins + 1]`.

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on."""
+"""Facts about the machine that a benchmark runs on."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from enginewright.runtime.device.machine import num_cores
 
 
 def machine_facts(*packages: str) -> Mapping[str, Any]:
-    """CPU, load, and versions, of Python, ours and some packages. No names of hosts, users or folders."""
+    """Returns CPU, load, and versions of Python, enginewright and `packages`; no names of hosts, users or folders."""
     return {
         "cpu": _cpu_model(),
         "cores": num_cores(),

@@ -22,17 +22,16 @@ from enginewright_bench.workload import Item, WorkloadConfig, token_ids, workloa
 
 @dataclass(frozen=True)
 class OfflineConfig:
-    """warm_up, rounds: of the whole workload; those of warm_up do not count. compare: run each round without guesses,
-    too, beside the one with them.
+    """Options of the benchmark.
 
     Raises:
         UsageError: a number makes no sense.
     """
 
-    workload: WorkloadConfig
-    warm_up: int = 1
-    rounds: int = 3
-    compare: bool = False
+    workload: WorkloadConfig  # requests
+    warm_up: int = 1  # rounds of the whole workload that are not counted
+    rounds: int = 3  # rounds of the whole workload
+    compare: bool = False  # True if each round also runs without speculation, next to the one with it
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -43,28 +42,24 @@ class OfflineConfig:
 
 @dataclass(frozen=True)
 class Round:
-    """Totals of one. prompt_tokens: of the prompts, with those that the prefix cache had (cached_prompt_tokens).
+    """Totals of a round."""
 
-    computed_tokens: positions that went through the model, again after a preemption. cpu_s: of the process.
-    guessed_steps: sequences, step by step, that had guesses; guessed_tokens: those that were verified; accepted_tokens:
-    of these, those that were right.
-    """
-
-    duration_s: float
-    cpu_s: float
-    requests: int
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    computed_tokens: int
-    generated_tokens: int
-    steps: int
-    preemptions: int
-    guessed_steps: int = 0
-    guessed_tokens: int = 0
-    accepted_tokens: int = 0
+    duration_s: float  # seconds
+    cpu_s: float  # CPU time of the process, in seconds
+    requests: int  # number of requests
+    prompt_tokens: int  # tokens of prompts, including cached ones
+    cached_prompt_tokens: int  # tokens of prompts that the prefix cache had
+    computed_tokens: int  # positions that the model computed, again after a preemption
+    generated_tokens: int  # tokens of completions
+    steps: int  # steps of the engine
+    preemptions: int  # preempted sequences
+    guessed_steps: int = 0  # sequences, summed over steps, that had draft tokens
+    guessed_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were accepted
 
     @property
     def rates(self) -> dict[str, float]:
+        """Rates of the round, by name."""
         tokens = self.prompt_tokens + self.generated_tokens
         return {
             "requests_per_s": self.requests / self.duration_s,
@@ -77,14 +72,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same rounds without guesses, each right before or right behind the one with them."""
+    """Rounds without speculation, each right before or right after the one with it."""
 
-    rounds: Sequence[Round]
-    ratios: Sequence[float]  # of each pair: generated tokens a second with guesses, over those without
-    answers: int  # of all rounds
-    differing_answers: int  # of these, those whose tokens guesses have changed
+    rounds: Sequence[Round]  # rounds without speculation
+    ratios: Sequence[float]  # for each pair of rounds, generated tokens per second with speculation over those without
+    answers: int  # completions of all rounds
+    differing_answers: int  # completions whose tokens speculation has changed
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the comparison for a JSON report."""
         return {
             "ratio": statistics.median(self.ratios),
             "ratios": list(self.ratios),
@@ -96,32 +92,31 @@ class Comparison:
 
 @dataclass(frozen=True)
 class OfflineReport:
-    """engine: what was run, and on what. comparison: None where none was asked for.
+    """The result of the benchmark."""
 
-    first_token_s, total_s: of all requests of all rounds, since they were asked, waiting included.
-    """
-
-    config: OfflineConfig
-    engine: Mapping[str, Any]
-    limits: Mapping[str, Any]
-    machine: Mapping[str, Any]
-    rounds: Sequence[Round]
-    first_token_s: Sequence[float]
-    total_s: Sequence[float]
-    comparison: Comparison | None = None
+    config: OfflineConfig  # options
+    engine: Mapping[str, Any]  # name, recipe, hash, instruction set and threads
+    limits: Mapping[str, Any]  # fields of RuntimeConfig
+    machine: Mapping[str, Any]  # facts about the machine
+    rounds: Sequence[Round]  # totals of the rounds
+    first_token_s: Sequence[float]  # seconds from arrival to first token, for each request of all rounds
+    total_s: Sequence[float]  # seconds from arrival to the end, for each request of all rounds
+    comparison: Comparison | None = None  # rounds without speculation, if requested
 
     @property
     def mean_length(self) -> float | None:
-        """Tokens that a sequence gets by a step with guesses; None where there were none."""
+        """Mean number of tokens of a sequence by a step with draft tokens; None if there were none."""
         steps = sum(entry.guessed_steps for entry in self.rounds)
         return 1 + sum(entry.accepted_tokens for entry in self.rounds) / steps if steps else None
 
     @property
     def ttft_ms(self) -> Distribution:
+        """Distribution of the time to the first token."""
         return _distribution(self.first_token_s)
 
     @property
     def e2e_ms(self) -> Distribution:
+        """Distribution of the time from arrival to the end."""
         return _distribution(self.total_s)
 
     @property
@@ -131,6 +126,7 @@ class OfflineReport:
         return {name: statistics.median(rates[name] for rates in each) for name in each[0]}
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the report to JSON's types."""
         return {
             "benchmark": "offline",
             "config": {
@@ -159,11 +155,13 @@ def _distribution(seconds: Sequence[float]) -> Distribution:
 
 
 def run_offline(path: Path, config: OfflineConfig, **limits: Any) -> OfflineReport:
-    """Run the workload in rounds; a line on stderr after each.
+    """Runs the workload in rounds, and prints a line on stderr after each.
 
-    Every round asks the same, with a prefix cache that knows nothing of the rounds before.
+    Every round has the same requests, and a prefix cache without entries of the rounds before.
 
     Args:
+        path: engine file.
+        config: options.
         limits: fields of RuntimeConfig.
 
     Raises:
@@ -173,16 +171,16 @@ def run_offline(path: Path, config: OfflineConfig, **limits: Any) -> OfflineRepo
     facts = machine_facts("tokenizers")
     with ExitStack() as stack:
         llm = stack.enter_context(LLM(path, **limits))
-        plain = stack.enter_context(_without_guesses(llm, limits)) if config.compare else None
+        plain = stack.enter_context(_without_speculation(llm, limits)) if config.compare else None
         items = workload(config.workload, token_ids(llm.engine.plan.vocab_size))
-        prompts, params = _asked(llm, config.workload, items)
+        prompts, params = _requests(llm, config.workload, items)
         rounds: list[Round] = []
         outputs: list[RequestOutput] = []
         plain_rounds: list[Round] = []
         plain_outputs: list[RequestOutput] = []
         runs = [(llm, "", rounds, outputs)]
         if plain is not None:
-            runs.append((plain, " without guesses", plain_rounds, plain_outputs))
+            runs.append((plain, " without speculation", plain_rounds, plain_outputs))
         for number in range(1 - config.warm_up, config.rounds + 1):
             name = f"round {number} of {config.rounds}" if number > 0 else "warm-up"
             for one, kind, own_rounds, own_outputs in runs if number % 2 else reversed(runs):
@@ -206,11 +204,11 @@ def run_offline(path: Path, config: OfflineConfig, **limits: Any) -> OfflineRepo
     return OfflineReport(config, engine, limits, facts, rounds, first, total, comparison)
 
 
-def _without_guesses(llm: LLM, limits: Mapping[str, Any]) -> LLM:
-    """The same engine, within the same limits. Raises UsageError where `llm` guesses nothing either."""
+def _without_speculation(llm: LLM, limits: Mapping[str, Any]) -> LLM:
+    """Opens the engine again with the same limits. Raises UsageError if `llm` does not speculate either."""
     if llm.stats().speculation is None:
         raise UsageError(
-            "there is nothing to compare", "nothing is guessed", f"Add --speculate {' or '.join(SPECULATE[1:])}."
+            "there is nothing to compare", "speculation is off", f"Add --speculate {' or '.join(SPECULATE[1:])}."
         )
     return LLM(llm.engine, **{**limits, "speculate": "off"})
 
@@ -230,8 +228,8 @@ def _compared(
     return Comparison(plain_rounds, ratios, len(outputs), differing)
 
 
-def _asked(llm: LLM, config: WorkloadConfig, items: Sequence[Item]) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Token ids and parameters of each request. Raises UsageError for one that the engine cannot answer in full."""
+def _requests(llm: LLM, config: WorkloadConfig, items: Sequence[Item]) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Makes token ids and parameters of each request. Raises UsageError if one does not fit the engine."""
     prompts, params = [], []
     for number, item in enumerate(items, start=1):
         try:
@@ -240,7 +238,7 @@ def _asked(llm: LLM, config: WorkloadConfig, items: Sequence[Item]) -> tuple[lis
             llm.check(ids, wanted)
             if len(ids) + item.max_tokens > llm.max_model_len:
                 raise UsageError(
-                    f"{len(ids)} tokens and an answer of {item.max_tokens} do not fit {llm.max_model_len} positions",
+                    f"{len(ids)} tokens and a completion of {item.max_tokens} do not fit {llm.max_model_len} positions",
                     fix="Use shorter ones, or raise --max-model-len if the engine's own limit is higher.",
                 )
         except UsageError as error:
@@ -269,13 +267,13 @@ def _round(
         generated_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
         steps=after.num_steps - before.num_steps,
         preemptions=after.num_preemptions - before.num_preemptions,
-        **_guesses(before.speculation, after.speculation),
+        **_speculation_fields(before.speculation, after.speculation),
     )
     return measured, outputs
 
 
-def _guesses(before: SpeculationStats | None, after: SpeculationStats | None) -> dict[str, int]:
-    """Fields of a Round."""
+def _speculation_fields(before: SpeculationStats | None, after: SpeculationStats | None) -> dict[str, int]:
+    """Computes the fields of a Round that count draft tokens."""
     if before is None or after is None:
         return {}
     return {

@@ -1,5 +1,7 @@
-"""Pictures of runs. Under load: how long answers took to begin, how evenly they came, and how much came when. All at
-once: how long answers took, and how much each round got done.
+"""Plots of runs.
+
+Under load: time to first token, time between tokens, and tokens over time. Offline: time to first token and to the end
+of completions, and the rates of rounds.
 """
 
 import statistics
@@ -23,23 +25,27 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png")
 WIDTH_IN, HEIGHT_IN, DPI = 12.0, 4.2, 150
 LINE, MARK, GRID = "#1f5a96", "#b3541e", "#d9d9d9"
-TAIL = 1.5  # times p99: where the axis of a latency ends at the latest
-MAX_BINS = 60  # of the run
-MIN_BIN_S = 0.1
+TAIL = 1.5  # end of a latency's axis at the latest, as a multiple of p99
+MAX_BINS = 60  # bins of the run
+MIN_BIN_S = 0.1  # seconds
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError, before a run, if its picture could not be drawn after it."""
+    """Checks before a run that its plot can be written. Raises UsageError if not."""
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"--plot {path} is of no known kind", f"it may end in {' or '.join(FORMATS)}")
+        raise UsageError(f"--plot {path} has an unknown format", f"it may end in {' or '.join(FORMATS)}")
     require_writable(path)
 
 
 def draw(report: ServeReport, path: Path) -> None:
-    """Draw the picture; the file is whole or not there.
+    """Draws the plot of a run under load; the file is complete or not there.
+
+    Args:
+        report: the run.
+        path: the file.
 
     Raises:
-        EngineError: no request was answered, or the file cannot be written.
+        EngineError: no request was completed, or the file cannot be written.
     """
     report.check()
     done = [answer for answer in report.answers if answer.failure is None]
@@ -50,18 +56,26 @@ def draw(report: ServeReport, path: Path) -> None:
 
 
 def draw_offline(report: OfflineReport, path: Path) -> None:
-    """Likewise; all requests of all rounds. Raises EngineError if the file cannot be written."""
+    """Draws the plot of an offline run, over all requests of all rounds.
+
+    Args:
+        report: the run.
+        path: the file.
+
+    Raises:
+        EngineError: the file cannot be written.
+    """
     engine, count = report.engine, report.rounds[0].requests
     title = f"{engine['name']}: {count} requests at once, {engine['isa']}, {engine['threads']} threads"
     with _picture(path, title) as (first, total, rounds):
         _ecdf(first, [seconds * 1e3 for seconds in report.first_token_s], "Time to first token", "requests")
-        _ecdf(total, [seconds * 1e3 for seconds in report.total_s], "Time to whole answer", "requests")
+        _ecdf(total, [seconds * 1e3 for seconds in report.total_s], "Time to whole completion", "requests")
         _rounds(rounds, [each.rates["generated_tokens_per_s"] for each in report.rounds])
 
 
 @contextmanager
 def _picture(path: Path, title: str) -> Iterator[Sequence["Axes"]]:
-    """Three axes to draw on, then the file."""
+    """Yields three axes to draw on, then writes the file."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -69,9 +83,9 @@ def _picture(path: Path, title: str) -> Iterator[Sequence["Axes"]]:
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
         yield figure.subplots(1, 3)
         figure.suptitle(title, fontsize=11)
-        drawn = BytesIO()
-        figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=DPI, metadata=_NO_DATE[path.suffix.lower()])
-        write_file(path, drawn.getvalue())
+        image = BytesIO()
+        figure.savefig(image, format=path.suffix[1:].lower(), dpi=DPI, metadata=_NO_DATE[path.suffix.lower()])
+        write_file(path, image.getvalue())
 
 
 _NO_DATE: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".png": {}}
@@ -80,13 +94,13 @@ _NO_DATE: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".png": {}}
 def _title(report: ServeReport) -> str:
     config, figures = report.config, report.figures
     rate = f"{config.request_rate:g} requests/s" if config.request_rate < float("inf") else "all at once"
-    most = f", {config.max_concurrency} in flight at most" if config.max_concurrency is not None else ""
+    limit = f", {config.max_concurrency} in flight at most" if config.max_concurrency is not None else ""
     failed = f", {figures.failed} failed" if figures.failed else ""
-    return f"{report.model}: {figures.done} requests{failed}, {rate}{most}"
+    return f"{report.model}: {figures.done} requests{failed}, {rate}{limit}"
 
 
 def _ecdf(axes: "Axes", ms: Iterable[float], title: str, what: str) -> None:
-    """Share of values at or below each, with its percentiles marked. A long tail is cut off; its end stands there."""
+    """Plots the share of values up to each value, with percentiles. A long tail is cut off, and its end printed."""
     values = np.sort(np.fromiter(ms, float))
     _frame(axes, title, "ms", f"share of {what}")
     axes.set_ylim(0, 1.02)
@@ -99,7 +113,7 @@ def _ecdf(axes: "Axes", ms: Iterable[float], title: str, what: str) -> None:
     axes.set_xlim(0, end)
     for name, value, height in (("p50", middle, 0.05), ("p99", high, 0.16)):
         axes.axvline(value, color=MARK, linewidth=1, linestyle="--")
-        side = "left" if value < end / 2 else "right"  # of the text that is at the line
+        side = "left" if value < end / 2 else "right"  # side of the line where the text begins
         shift = 4 if side == "left" else -4
         _note(axes, f"{name} {_ms(value)} ms", (value, height), (shift, 0), side)
     axes.set_title(f"max {_ms(float(values[-1]))} ms", fontsize=9, loc="right", color=MARK)

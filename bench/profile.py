@@ -1,4 +1,4 @@
-"""`engine bench profile`: where the time of a step goes, kernel by kernel, and how much of the roofline that is."""
+"""`engine bench profile`: the time of a step, kernel by kernel, and its share of the roofline."""
 
 import statistics
 import time
@@ -24,20 +24,21 @@ from enginewright.runtime.step.step_plan import Packer, Part, StepPlan
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.roofline import Roofline, measure_roofline, read_buffer
 
-ROUND_SECONDS, ROUND_STEPS = 0.25, 3  # of each point in a round, at least
+ROUND_SECONDS, ROUND_STEPS = 0.25, 3  # minimum for each point in a round
 OPERANDS = ("int8", "bf16", "fp32")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step of `sequences` sequences that have `depth` positions in the KV cache, and `tokens` new tokens each."""
+    """A step to profile."""
 
-    sequences: int
-    tokens: int
-    depth: int
+    sequences: int  # number of sequences
+    tokens: int  # new tokens of each sequence
+    depth: int  # positions of each sequence in the KV cache
 
     @property
     def is_decode(self) -> bool:
+        """True if every sequence has one token."""
         return self.tokens == 1
 
     def __str__(self) -> str:
@@ -49,19 +50,16 @@ class Point:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """What is profiled.
-
-    prefill: lengths of prompts, each read in one step. batch, depth: steps of so many sequences that decode, with so
-    many positions in the KV cache, every batch at every depth. rounds: each measures the roofline, and then every step.
+    """Options of the profile.
 
     Raises:
         UsageError: a number makes no sense.
     """
 
-    prefill: tuple[int, ...] = (512,)
-    batch: tuple[int, ...] = (1,)
-    depth: tuple[int, ...] = (512,)
-    rounds: int = 5
+    prefill: tuple[int, ...] = (512,)  # lengths of prompts, each computed in one step
+    batch: tuple[int, ...] = (1,)  # numbers of sequences that decode, each at every depth
+    depth: tuple[int, ...] = (512,)  # positions of each sequence in the KV cache
+    rounds: int = 5  # rounds, each of which measures the roofline, and then every step
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -69,6 +67,7 @@ class ProfileConfig:
 
     @property
     def points(self) -> list[Point]:
+        """Steps to profile."""
         prefills = [Point(1, tokens, 0) for tokens in self.prefill]
         return prefills + [Point(batch, 1, depth) for batch in self.batch for depth in self.depth]
 
@@ -76,7 +75,14 @@ class ProfileConfig:
 def profile_config(
     prefill: tuple[int, ...], batch: tuple[int, ...], depth: tuple[int, ...], rounds: int
 ) -> ProfileConfig:
-    """Of options that may be absent. Whoever names prompts alone, or decodes alone, wants nothing else."""
+    """Makes the config from options that may be empty: with prompts alone, or decodes alone, there is nothing else.
+
+    Args:
+        prefill: lengths of prompts.
+        batch: numbers of sequences that decode.
+        depth: positions in the KV cache.
+        rounds: number of rounds.
+    """
     some = ProfileConfig(rounds=rounds)
     if not (prefill or batch or depth):
         return some
@@ -86,32 +92,34 @@ def profile_config(
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """A kernel of the plan, or several of one name and shape together.
+    """A kernel call of the plan, or the sum of several with the same name and shape.
 
-    Bytes are those that it touches, each counted once; ops are by operands, "int8", "bf16", "fp32" (struct Work in
-    csrc/cpu/kernel.h). roofline_s: the least time that the roofline allows: for reading weights and KV, or for
-    computing, whichever takes longer. Activations are expected to stay in caches.
+    Bytes are those that it touches, each counted once. Activations are expected to stay in caches.
     """
 
-    kernel: str
-    shape: str
-    calls: int
-    seconds: float
-    weight_bytes: int
-    activation_bytes: int
-    kv_bytes: int
-    ops: Mapping[str, int]
+    kernel: str  # versioned name
+    shape: str  # text that tells kernels of one name apart
+    calls: int  # number of calls
+    seconds: float  # time of all calls
+    weight_bytes: int  # bytes of weights
+    activation_bytes: int  # bytes of activations
+    kv_bytes: int  # bytes of KV caches and states
+    ops: Mapping[str, int]  # operands, "int8", "bf16" or "fp32" → operations (struct Work in csrc/cpu/kernel.h)
+    # minimum of seconds on the roofline: for reading weights and KV, or for computing, whichever takes longer
     roofline_s: float
 
     @property
     def nbytes(self) -> int:
+        """Bytes that the calls touch."""
         return self.weight_bytes + self.activation_bytes + self.kv_bytes
 
     @property
     def share_of_roofline(self) -> float:
+        """Minimum of the time over the measured time."""
         return self.roofline_s / self.seconds
 
     def to_dict(self, step_s: float) -> dict[str, Any]:
+        """Converts the profile for a JSON report."""
         return asdict(self) | {
             "bytes_per_s": self.nbytes / self.seconds,
             "ops_per_s": sum(self.ops.values()) / self.seconds,
@@ -121,6 +129,7 @@ class KernelProfile:
 
     @classmethod
     def sum(cls, parts: Sequence["KernelProfile"]) -> "KernelProfile":
+        """Adds up kernels of one name and shape."""
         first = parts[0]
         return cls(
             kernel=first.kernel,
@@ -137,31 +146,29 @@ class KernelProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One point: figures of one round, that of the median share of the roofline, so that they add up.
+    """The profile of one step: figures of the round with the median share of the roofline, so that they add up."""
 
-    step_s: of a step, from the call of the executor to its return. kernels: of the plan, in order. shares: of the
-    roofline in all rounds, ascending.
-    """
-
-    point: Point
-    roofline: Roofline
-    step_s: float
-    kernels: Sequence[KernelProfile]
-    shares: Sequence[float]
+    point: Point  # the step
+    roofline: Roofline  # roofline of the round
+    step_s: float  # seconds of a step, from the call of the executor to its return
+    kernels: Sequence[KernelProfile]  # kernels of the plan, in order
+    shares: Sequence[float]  # share of the roofline in each round, ascending
 
     @property
     def share_of_roofline(self) -> float:
+        """Minimum of the step's time over the measured time."""
         return sum(kernel.roofline_s for kernel in self.kernels) / self.step_s
 
     @property
     def groups(self) -> list[KernelProfile]:
-        """Kernels of one name and shape together, the longest first."""
+        """Sums of kernels with the same name and shape, the longest first."""
         groups: dict[tuple[str, str], list[KernelProfile]] = {}
         for kernel in self.kernels:
             groups.setdefault((kernel.kernel, kernel.shape), []).append(kernel)
         return sorted(map(KernelProfile.sum, groups.values()), key=lambda group: -group.seconds)
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the profile for a JSON report."""
         point = self.point
         return {
             **asdict(point),
@@ -177,18 +184,17 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """rooflines: with one thread and with all, weights read where they are mapped; fresh_rooflines: of fresh memory.
-    Steps have their own, of reading weights and KV.
-    """
+    """The result of the benchmark. Steps have rooflines of their own, with reads of weights and KV."""
 
-    config: ProfileConfig
-    engine: Mapping[str, Any]
-    machine: Mapping[str, Any]
-    rooflines: Sequence[Roofline]
-    fresh_rooflines: Sequence[Roofline]
-    steps: Sequence[StepProfile]
+    config: ProfileConfig  # options
+    engine: Mapping[str, Any]  # name, recipe, hash, instruction set and threads
+    machine: Mapping[str, Any]  # facts about the machine
+    rooflines: Sequence[Roofline]  # with one thread and with all, reading weights where they are mapped
+    fresh_rooflines: Sequence[Roofline]  # the same, reading fresh memory
+    steps: Sequence[StepProfile]  # profiles of the steps
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the report to JSON's types."""
         return {
             "benchmark": "profile",
             "config": asdict(self.config),
@@ -201,7 +207,12 @@ class ProfileReport:
 
 
 def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -> ProfileReport:
-    """Profile an engine on this machine.
+    """Profiles an engine on this machine.
+
+    Args:
+        path: engine file.
+        config: options.
+        threads: threads of the executor; None is the default.
 
     Raises:
         UsageError: a step does not fit the engine.
@@ -258,7 +269,12 @@ def _limits(engine: Engine, config: ProfileConfig, threads: int | None) -> Runti
 
 
 def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
-    """A step of the scheduler's making, but for the prompts that come before it: their KV is zeros."""
+    """Makes a step as the scheduler does, without the prompts that come before it: their KV is zeros.
+
+    Args:
+        executor: the executor.
+        point: sizes of the step.
+    """
     groups, limits = executor.plan.caches, executor.memory_plan.limits
     cache = Cache(groups, executor.memory_plan.num_blocks, limits.tokens, limits.sequences)
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
@@ -268,7 +284,7 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     for index in range(point.sequences):
         held = cache.admit(length)
         assert held is not None, "_limits() makes room"
-        for start in range(0, length, limits.tokens):  # as it would have been read, so that windows drop their blocks
+        for start in range(0, length, limits.tokens):  # prompts are read in chunks, so that windows drop their blocks
             cache.extend(held, start, min(start + limits.tokens, length), new_blocks, nothing)
         tokens = [(index * 997 + place * 7919) % executor.plan.vocab_size for place in range(length)]
         sequence = TokenSequence(tokens, length, length, num_computed_tokens=point.depth, held=held)
@@ -282,7 +298,7 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
 
 
 def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
-    """The blocks and slots of a step, to be read with the weights: caches keep less of both than of weights alone."""
+    """Lists the blocks and slots of a step; they are read with the weights, since CPU caches hold less of both."""
     return [
         pool.places()[place]
         for part in plan.parts
@@ -292,7 +308,7 @@ def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
 
 
 def _measure(executor: CpuExecutor, point: Point, plan: StepPlan, roofline: Roofline) -> StepProfile:
-    """Means over the faster half of the steps: kernels still add up, and an interruption is left out."""
+    """Averages the faster half of the steps: kernels still add up, and interruptions are left out."""
     steps: list[tuple[float, NDArray[np.int64]]] = []
     begin = time.perf_counter()
     while len(steps) < ROUND_STEPS or time.perf_counter() - begin < ROUND_SECONDS:
@@ -326,7 +342,7 @@ def _kernel(call: KernelCall, engine: Engine, roofline: Roofline, seconds: float
 
 
 def _shape(call: KernelCall, engine: Engine) -> str:
-    """What tells kernels of one name apart: its weight's rows x columns, its heads, or its widest operand."""
+    """Makes the text that tells kernels of one name apart: weight's rows x columns, heads, or widest operand."""
     operands = call.operands.values()
     forms = [engine.weight(operand.name)[1] for operand in operands if isinstance(operand, WeightOperand)]
     matrix = max((form.shape for form in forms if form.shape is not None and len(form.shape) == 2), default=None)

@@ -1,4 +1,4 @@
-"""Reports for people: a line a figure, and a table of latencies."""
+"""Reports in text: a line for each figure, and a table of latencies."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +15,13 @@ LABEL, COLUMN, ROOFLINE_LABEL = 20, 10, 45  # characters
 
 
 def describe_offline(report: OfflineReport) -> str:
+    """Formats the report of an offline run."""
     limits = ", ".join(f"{name} {value}" for name, value in report.limits.items() if value is not None)
     rounds = report.rounds
     first = rounds[0]
     lines = [
         f"{_engine(report.engine)}, all at once{'; ' + limits if limits else ''}",
-        f"{_asked(report.config.workload, first.requests)}; {_many(len(rounds), 'round')}",
+        f"{_workload(report.config.workload, first.requests)}; {_many(len(rounds), 'round')}",
         _machine(report.engine, report.machine),
         "",
         *(_row(f"{name}/s", _rates(rounds, f"{key}_per_s")) for name, key in _RATES.items()),
@@ -31,39 +32,43 @@ def describe_offline(report: OfflineReport) -> str:
             "prefix cache",
             f"{_range([entry.cached_prompt_tokens for entry in rounds])} of {first.prompt_tokens:,} prompt tokens",
         ),
-        *_guesses(report),
+        *_speculation(report),
         "",
-        *_latencies({"first token (TTFT)": report.ttft_ms, "whole answer (E2E)": report.e2e_ms}),
+        *_latencies({"first token (TTFT)": report.ttft_ms, "completion (E2E)": report.e2e_ms}),
     ]
     return "\n".join(lines)
 
 
-def _guesses(report: OfflineReport) -> Iterable[str]:
-    """What became of them, and what they bring."""
+def _speculation(report: OfflineReport) -> Iterable[str]:
+    """Formats the acceptance of draft tokens, and the gain from them."""
     if report.mean_length is not None:
         guessed, accepted = (
             sum(getattr(entry, f"{kind}_tokens") for entry in report.rounds) for kind in ("guessed", "accepted")
         )
-        yield _row("guesses", f"{accepted:,} of {guessed:,} right: {report.mean_length:.2f} tokens by a step with some")
+        yield _row(
+            "draft tokens",
+            f"{accepted:,} of {guessed:,} accepted: {report.mean_length:.2f} tokens by a step with some",
+        )
     comparison = report.comparison
     if comparison is not None:
         if report.mean_length is None:
-            yield _row("guesses", "none: none would have paid")
+            yield _row("draft tokens", "none: they would not have paid")
         ratios = comparison.ratios
         spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
         pace = _rates(comparison.rounds, "generated_tokens_per_s")
-        yield _row("without guesses", f"{pace} generated tokens/s")
-        yield _row("faster by guesses", f"{statistics.median(ratios):.2f} ×{spread}")
+        yield _row("not speculating", f"{pace} generated tokens/s")
+        yield _row("speedup", f"{statistics.median(ratios):.2f} ×{spread}")
         same = comparison.answers - comparison.differing_answers
-        yield _row("same answers", f"{same:,} of {comparison.answers:,}")
+        yield _row("same completions", f"{same:,} of {comparison.answers:,}")
 
 
 def describe_serve(report: ServeReport) -> str:
+    """Formats the report of a run under load."""
     config, figures = report.config, report.figures
     total = figures.done + figures.failed
     lines = [
         f"{config.base_url}, model {report.model}, {config.endpoint.name}",
-        f"{_asked(config.workload, total)}; {_load(config)}",
+        f"{_workload(config.workload, total)}; {_load(config)}",
         "",
         _row("requests", f"{figures.done} done, {figures.failed} failed, in {figures.duration_s:.2f} s"),
         _row("in flight", f"{figures.max_in_flight} at most"),
@@ -83,7 +88,7 @@ def describe_serve(report: ServeReport) -> str:
         "first token (TTFT)": figures.ttft_ms,
         "each after it (TPOT)": figures.tpot_ms,
         "gaps between tokens": figures.gap_ms,
-        "whole answer (E2E)": figures.e2e_ms,
+        "completion (E2E)": figures.e2e_ms,
     }
     if config.request_rate < float("inf"):
         table["sent too late"] = figures.behind_ms
@@ -91,6 +96,7 @@ def describe_serve(report: ServeReport) -> str:
 
 
 def describe_profile(report: ProfileReport) -> str:
+    """Formats a profile."""
     lines = [_engine(report.engine), _machine(report.engine, report.machine), "", *_rooflines(report)]
     for step in report.steps:
         lines += ["", *_step(step)]
@@ -98,7 +104,7 @@ def describe_profile(report: ProfileReport) -> str:
 
 
 def _rooflines(report: ProfileReport) -> Iterable[str]:
-    """A column for each number of threads."""
+    """Formats the rooflines, a column for each number of threads."""
     rooflines = report.fresh_rooflines
     yield f"{'roofline':<{ROOFLINE_LABEL}}" + "".join(
         f"{_many(roofline.threads, 'thread'):>{COLUMN}}" for roofline in rooflines
@@ -166,22 +172,22 @@ _RATES = {
 
 
 def _notes(figures: ServeFigures) -> Iterable[str]:
-    """What a reader has to know to read the figures rightly."""
+    """Formats facts without which the figures could be misread."""
     notes = [f"failed: {error.count} × {kind}: {error.example}" for kind, error in figures.errors.items()]
     if figures.short_answers:
         notes.append(
-            f"{figures.short_answers} of {figures.done} answers are shorter than asked: "
-            "they met an end-of-text token, or the server knows no ignore_eos."
+            f"{figures.short_answers} of {figures.done} completions are shorter than requested: "
+            "they met an end-of-text token, or the server does not support ignore_eos."
         )
     if figures.without_usage:
         notes.append(
-            f"{figures.without_usage} of {figures.done} answers came without usage: "
+            f"{figures.without_usage} of {figures.done} completions came without usage: "
             "their tokens are counted as pieces of the stream, and those of their prompts as none."
         )
     return ["", *notes] if notes else []
 
 
-def _asked(workload: WorkloadConfig, count: int) -> str:
+def _workload(workload: WorkloadConfig, count: int) -> str:
     if workload.dataset is not None:
         return f"{_many(count, 'prompt')} of {workload.dataset.name}, seed {workload.seed}"
     shared = f" ({workload.shared_prefix_len} shared)" if workload.shared_prefix_len else ""
@@ -199,7 +205,7 @@ def _many(count: int, noun: str) -> str:
 
 
 def _rates(rounds: Sequence[Round], name: str) -> str:
-    """The median; of several rounds their range, too."""
+    """Formats the median and, for several rounds, the range."""
     values = sorted(entry.rates[name] for entry in rounds)
     middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
     return _rate(middle) + (f" ({_rate(values[0])} to {_rate(values[-1])})" if len(values) > 1 else "")
@@ -218,7 +224,7 @@ def _row(label: str, text: str) -> str:
 
 
 def _latencies(table: Mapping[str, Distribution | None]) -> list[str]:
-    """A row each; what has no value (answers of one token have no gaps) has no row."""
+    """Formats a row for each latency; one without values (completions of one token have no gaps) has no row."""
     names = [entry.name for entry in fields(Distribution)]
     lines = [f"{'ms':<{LABEL}}" + "".join(f"{name:>{COLUMN}}" for name in names)]
     for label, values in table.items():

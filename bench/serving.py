@@ -31,76 +31,78 @@ from enginewright_bench.workload import (
 if TYPE_CHECKING:
     from enginewright_bench.client import Client
 
-PROGRESS_S = 5.0  # between two lines of how far it is
-OTHER_FILES = 64  # that the process has open besides connections
+PROGRESS_S = 5.0  # seconds between two lines of progress
+OTHER_FILES = 64  # files other than connections that the process has open
 
 
 @dataclass(frozen=True)
 class Chat:
-    """/v1/chat/completions; a text is what the user says."""
+    """The endpoint /v1/chat/completions; a text is a message of the user."""
 
     path = "/v1/chat/completions"
     name = "chat"
 
     @property
     def alphabet(self) -> Sequence[str]:
+        """Words of synthetic prompts."""
         return WORDS
 
     def convert(self, prompt: Prompt) -> Prompt:
+        """Converts a prompt to messages. Raises UsageError if it is token ids."""
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         if isinstance(prompt[0], int):
-            raise UsageError("has token ids, and a chat takes none; use --endpoint completions")
+            raise UsageError("has token ids, which a chat does not accept; use --endpoint completions")
         return prompt
 
     def fields(self, prompt: Prompt) -> dict[str, Any]:
+        """Makes the body's fields of a prompt."""
         return {"messages": self.convert(prompt)}
 
 
 @dataclass(frozen=True)
 class Completions:
-    """/v1/completions. vocab_size: synthetic token ids are below it."""
+    """The endpoint /v1/completions."""
 
-    vocab_size: int = 10_000
+    vocab_size: int = 10_000  # limit of synthetic token ids
     path = "/v1/completions"
     name = "completions"
 
     @property
     def alphabet(self) -> Sequence[int]:
+        """Token ids of synthetic prompts."""
         return token_ids(self.vocab_size)
 
     def convert(self, prompt: Prompt) -> Prompt:
+        """Checks that a prompt is a text or token ids. Raises UsageError if it is messages."""
         if isinstance(prompt[0], dict):
             raise UsageError("has messages; use --endpoint chat")
         return prompt
 
     def fields(self, prompt: Prompt) -> dict[str, Any]:
+        """Makes the body's fields of a prompt."""
         return {"prompt": prompt}
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Whom to ask, what, and how fast.
-
-    model: None is the server's first. request_rate: requests per second, at random times (Poisson); infinite is all
-    at once. max_concurrency: requests at once at most. warm_up: requests before the run that do not count.
-    server_pid: a process of this machine whose CPU time is taken. timeout_s: of one request.
+    """Options of the benchmark.
 
     Raises:
         UsageError: a number makes no sense.
     """
 
-    base_url: str
-    workload: WorkloadConfig
-    endpoint: Chat | Completions = Completions()
-    model: str | None = None
-    api_key: str | None = None
-    request_rate: float = float("inf")
-    max_concurrency: int | None = None
-    warm_up: int = 1
-    goodput: Goodput | None = None
-    server_pid: int | None = None
-    timeout_s: float = 600.0
+    base_url: str  # address of the server
+    workload: WorkloadConfig  # requests
+    endpoint: Chat | Completions = Completions()  # endpoint of the requests
+    model: str | None = None  # name of the model; None is the server's first
+    api_key: str | None = None  # key of the server
+    request_rate: float = float("inf")  # requests per second, at random times (Poisson); infinite is all at once
+    max_concurrency: int | None = None  # limit of requests at once
+    warm_up: int = 1  # requests before the run that are not counted
+    goodput: Goodput | None = None  # limits of good requests
+    server_pid: int | None = None  # process of this machine whose CPU time is measured
+    timeout_s: float = 600.0  # limit of one request, in seconds
 
     def __post_init__(self) -> None:
         if not self.request_rate > 0:
@@ -113,7 +115,7 @@ class ServeConfig:
             raise UsageError(f"--timeout is {self.timeout_s:g}", "it must be a number of seconds above 0")
 
     def to_dict(self) -> dict[str, Any]:
-        """As a report holds it; the key is nobody's business."""
+        """Converts the options for a JSON report, without the key."""
         return {
             "base_url": self.base_url,
             "endpoint": self.endpoint.name,
@@ -129,21 +131,23 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ServeReport:
-    """model: the one that was asked. server_cpu_s, client_cpu_s: CPU time over the run; None is not measured."""
+    """The result of the benchmark."""
 
-    config: ServeConfig
-    model: str
-    machine: Mapping[str, Any]
-    answers: Sequence[RequestRecord]
-    figures: ServeFigures
-    server_cpu_s: float | None
-    client_cpu_s: float
+    config: ServeConfig  # options
+    model: str  # name of the model that was used
+    machine: Mapping[str, Any]  # facts about the machine of the client
+    answers: Sequence[RequestRecord]  # records of all requests
+    figures: ServeFigures  # figures of the run
+    server_cpu_s: float | None  # CPU time of the server, in seconds; None is not measured
+    client_cpu_s: float  # CPU time of the client, in seconds
 
     @property
     def tokens_per_cpu_s(self) -> float | None:
+        """Generated tokens per second of the server's CPU time."""
         return self.figures.generated_tokens / self.server_cpu_s if self.server_cpu_s else None
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the report to JSON's types."""
         return {
             "benchmark": "serve",
             "config": self.config.to_dict() | {"model": self.model, "num_prompts": len(self.answers)},
@@ -156,17 +160,17 @@ class ServeReport:
         }
 
     def check(self) -> None:
-        """Raises EngineError if no request was answered."""
+        """Raises EngineError if no request was completed."""
         if not self.figures.done:
             kind, error = next(iter(self.figures.errors.items()))
-            raise EngineError("no request was answered", f"{kind}: {error.example}")
+            raise EngineError("no request was completed", f"{kind}: {error.example}")
 
 
 def run_serve(config: ServeConfig) -> ServeReport:
-    """Put the load on the server; a line on stderr now and then says how far it is.
+    """Runs the load; a line on stderr now and then shows the progress.
 
     Raises:
-        UsageError: the dataset, or what is asked of this machine, makes no sense.
+        UsageError: the dataset is unusable, or the options do not fit this machine.
         EngineError: the server cannot be reached, or refuses the first request.
     """
     items = workload(config.workload, config.endpoint.alphabet, config.endpoint.convert)
@@ -186,7 +190,7 @@ async def _run(config: ServeConfig, items: Sequence[Item]) -> ServeReport:
         answers = [RequestRecord(item.max_tokens) for item in items]
         facts = machine_facts("aiohttp")
         server, own = _server_cpu(config.server_pid), time.process_time()
-        progress = asyncio.create_task(_say_progress(answers))
+        progress = asyncio.create_task(_print_progress(answers))
         try:
             await _load(client, config, bodies, answers)
         finally:
@@ -200,14 +204,14 @@ async def _run(config: ServeConfig, items: Sequence[Item]) -> ServeReport:
 async def _load(
     client: "Client", config: ServeConfig, bodies: Sequence[bytes], answers: Sequence[RequestRecord]
 ) -> None:
-    """Send every request when its turn is, and wait for the answers."""
-    places = asyncio.Semaphore(config.max_concurrency or len(bodies))
+    """Sends every request at its time, and waits for the completions."""
+    slots = asyncio.Semaphore(config.max_concurrency or len(bodies))
 
-    async def ask(body: bytes, answer: RequestRecord) -> None:
+    async def send(body: bytes, answer: RequestRecord) -> None:
         try:
-            await client.ask(config.endpoint.path, body, answer)
+            await client.send(config.endpoint.path, body, answer)
         finally:
-            places.release()
+            slots.release()
 
     client.start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -215,12 +219,17 @@ async def _load(
             answer.due_s = due
             if (early := due - client.now()) > 0:
                 await asyncio.sleep(early)
-            await places.acquire()
-            group.create_task(ask(body, answer))
+            await slots.acquire()
+            group.create_task(send(body, answer))
 
 
 def arrivals(config: ServeConfig, count: int) -> list[float]:
-    """When requests arrive, in seconds: the first at 0, the others after exponentially distributed pauses."""
+    """Computes the arrival times of requests, in seconds: the first at 0, the others after exponential pauses.
+
+    Args:
+        config: options.
+        count: number of requests.
+    """
     if config.request_rate == float("inf"):
         return [0.0] * count
     pauses = rng(config.workload, ARRIVALS).exponential(1 / config.request_rate, count - 1)
@@ -228,7 +237,7 @@ def arrivals(config: ServeConfig, count: int) -> list[float]:
 
 
 def _body(config: ServeConfig, model: str, item: Item) -> bytes:
-    """Greedy, streamed. ignore_eos is no part of OpenAI's API, and not sent unless it is wanted."""
+    """Makes a greedy, streamed request. ignore_eos is not part of OpenAI's API, and only sent if it is set."""
     fields: dict[str, Any] = {
         "model": model,
         **config.endpoint.fields(item.prompt),
@@ -243,31 +252,31 @@ def _body(config: ServeConfig, model: str, item: Item) -> bytes:
 async def _first_model(client: "Client") -> str:
     names = await client.models()
     if not names:
-        raise EngineError("the server has no model", fix="Name one with --model, if it has one all the same.")
+        raise EngineError("the server has no model", fix="Name one with --model, if it has one nevertheless.")
     return names[0]
 
 
 async def _warm_up(client: "Client", config: ServeConfig, model: str) -> None:
-    """Requests like those of the run, with other prompts; they also tell what is wrong before it begins.
+    """Sends requests like those of the run, with other prompts; they also show problems before the run begins.
 
-    Of a dataset the prompts are not taken, lest the server's prefix cache know them, but words.
+    With a dataset the prompts are words, so that the server's prefix cache does not hold the dataset's.
     """
     alphabet = WORDS if config.workload.dataset is not None else config.endpoint.alphabet
     for item in synthetic(config.workload, alphabet, config.warm_up, WARM_UP):
         answer = RequestRecord(item.max_tokens)
-        await client.ask(config.endpoint.path, _body(config, model, item), answer)
+        await client.send(config.endpoint.path, _body(config, model, item), answer)
         if answer.failure is not None:
             why, fix = f"{answer.failure.kind}: {answer.failure.detail}", ""
             try:
                 names = await client.models()
                 if model not in names:
                     fix = f"It has no model {model}, but {', '.join(names)}."
-            except EngineError as error:  # it says less than it might, and what it said before matters more
+            except EngineError as error:  # the first failure matters more than this one
                 fix = error.fix
             raise EngineError("the server did not answer the first request", why, fix)
 
 
-async def _say_progress(answers: Sequence[RequestRecord]) -> None:
+async def _print_progress(answers: Sequence[RequestRecord]) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         ended = [answer for answer in answers if answer.end_s]
@@ -276,7 +285,7 @@ async def _say_progress(answers: Sequence[RequestRecord]) -> None:
 
 
 def _server_cpu(pid: int | None) -> float | None:
-    """None if nobody asked, or it has ended."""
+    """Returns the CPU time of a process; None without one, or if it has ended."""
     try:
         return None if pid is None else cpu_seconds(pid)
     except UsageError:

@@ -1,4 +1,4 @@
-"""What a benchmark asks: prompts and lengths of answers, drawn by a seed or read from a file."""
+"""Workloads of benchmarks: prompts and lengths of completions, sampled by a seed or read from a file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from enginewright.input_lines import read_lines
 Prompt = str | list[int] | list[dict[str, Any]]
 
 DEFAULT_PROMPTS = 32
-# Random streams of one seed: lengths stay as they are when prompts become others, and so on.
+# Random streams of one seed: lengths do not change with prompts, and so on.
 PROMPTS, INPUT_LENGTHS, OUTPUT_LENGTHS, ARRIVALS, WARM_UP = range(5)
-# Synthetic text, where a server takes no token ids; in most vocabularies each of these is a token.
+# Words of synthetic text, for servers that accept no token ids; in most vocabularies each of these is a token.
 _NOUNS = """
 time year people way day man thing woman life child world school state family student group country problem hand part
 place case week company system program question work government number night point home water room mother area money
@@ -29,61 +29,68 @@ WORDS = tuple(_NOUNS.split())
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens, drawn evenly from least to most, both included."""
+    """A range of lengths in tokens, sampled uniformly, both ends included."""
 
-    least: int
-    most: int
+    min_tokens: int  # minimum
+    max_tokens: int  # maximum
 
     @classmethod
     def parse(cls, text: str, option: str) -> "Lengths":
-        """Reads `128` or `64:256`; `1k` is 1024.
+        """Parses `128` or `64:256`; `1k` is 1024.
+
+        Args:
+            text: the text.
+            option: name of the option, for errors.
 
         Raises:
-            UsageError: it is neither, or the range is empty.
+            UsageError: the text has another form, or the range is empty.
         """
         least, colon, most = text.strip().lower().partition(":")
         lengths = cls(_count(least, text, option), _count(most if colon else least, text, option))
-        if lengths.least > lengths.most:
+        if lengths.min_tokens > lengths.max_tokens:
             raise UsageError(
                 f"{option} {text} is an empty range", "it ends before it begins", f"Write {most}:{least}, perhaps."
             )
         return lengths
 
-    def draw(self, random: np.random.Generator, count: int) -> list[int]:
-        return [int(length) for length in random.integers(self.least, self.most, count, endpoint=True)]
+    def sample(self, random: np.random.Generator, count: int) -> list[int]:
+        """Samples lengths.
+
+        Args:
+            random: generator.
+            count: number of lengths.
+        """
+        return [int(length) for length in random.integers(self.min_tokens, self.max_tokens, count, endpoint=True)]
 
     def __str__(self) -> str:
-        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+        if self.min_tokens == self.max_tokens:
+            return str(self.min_tokens)
+        return f"{self.min_tokens}:{self.max_tokens}"
 
 
 def _count(digits: str, text: str, option: str) -> int:
     unit = 1024 if digits.endswith("k") else 1
     number = digits.removesuffix("k")
     if not number.isascii() or not number.isdecimal() or int(number) == 0:
-        raise UsageError(f"{option} {text} is no length", fix="Write a whole number above 0, or two: 64:256.")
+        raise UsageError(f"{option} {text} is not a length", fix="Write a whole number above 0, or two: 64:256.")
     return int(number) * unit
 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """What to ask.
-
-    num_prompts: None is all of the dataset, or 32. input_len, output_len: tokens of prompts and answers; of a dataset,
-    output_len holds for lines without max_tokens. shared_prefix_len: tokens at the head of each prompt, part of its
-    length, that all prompts have in common. dataset: JSON lines instead of random prompts. ignore_eos: answers have
-    the full length whatever the model draws.
+    """Options of the workload.
 
     Raises:
         UsageError: the numbers make no sense together.
     """
 
-    num_prompts: int | None = None
-    input_len: Lengths = Lengths(128, 128)
-    output_len: Lengths = Lengths(64, 64)
-    shared_prefix_len: int = 0
-    dataset: Path | None = None
-    seed: int = 0
-    ignore_eos: bool = True
+    num_prompts: int | None = None  # number of requests; None is the whole dataset, or 32
+    input_len: Lengths = Lengths(128, 128)  # tokens of synthetic prompts
+    output_len: Lengths = Lengths(64, 64)  # tokens of completions; with a dataset, for lines without max_tokens
+    shared_prefix_len: int = 0  # tokens at the start of each prompt, part of its length, that all prompts share
+    dataset: Path | None = None  # JSON lines in place of synthetic prompts
+    seed: int = 0  # seed of prompts and lengths
+    ignore_eos: bool = True  # True if completions have the full length whatever the model samples
 
     def __post_init__(self) -> None:
         if self.num_prompts is not None and self.num_prompts < 1:
@@ -92,7 +99,7 @@ class WorkloadConfig:
             raise UsageError(f"--seed is {self.seed}", "it must not be negative")
         if self.shared_prefix_len < 0:
             raise UsageError(f"--shared-prefix-len is {self.shared_prefix_len}", "it must not be negative")
-        if self.dataset is None and self.shared_prefix_len >= self.input_len.least:
+        if self.dataset is None and self.shared_prefix_len >= self.input_len.min_tokens:
             raise UsageError(
                 f"--shared-prefix-len {self.shared_prefix_len} leaves nothing of --input-len {self.input_len}",
                 "the shared prefix is part of each prompt's length",
@@ -102,7 +109,7 @@ class WorkloadConfig:
             raise UsageError("--shared-prefix-len does not go with --dataset", "its prompts are what the file has")
 
     def to_dict(self) -> dict[str, Any]:
-        """As a report holds it: the dataset by its name alone."""
+        """Converts the options for a JSON report, with the dataset's file name alone."""
         return {
             "num_prompts": self.num_prompts,
             "input_len": str(self.input_len) if self.dataset is None else None,
@@ -115,48 +122,66 @@ class WorkloadConfig:
 
 
 def workload_config(input_len: str, output_len: str, **options: Any) -> WorkloadConfig:
-    """Of what somebody wrote on the command line. Raises UsageError as WorkloadConfig and Lengths do."""
+    """Makes the config from the command's options.
+
+    Args:
+        input_len: lengths of prompts, as `Lengths.parse` reads them.
+        output_len: lengths of completions, as `Lengths.parse` reads them.
+        options: other fields of WorkloadConfig.
+
+    Raises:
+        UsageError: an option is not valid.
+    """
     lengths = Lengths.parse(input_len, "--input-len"), Lengths.parse(output_len, "--output-len")
     return WorkloadConfig(input_len=lengths[0], output_len=lengths[1], **options)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One request. max_tokens: of the answer. line: where in the dataset it stands."""
+    """One request."""
 
-    prompt: Prompt
-    max_tokens: int
-    line: int | None = None
+    prompt: Prompt  # prompt
+    max_tokens: int  # tokens of the completion
+    line: int | None = None  # number of the line in the dataset
 
 
 def rng(config: WorkloadConfig, stream: int) -> np.random.Generator:
+    """Makes the generator of a random stream.
+
+    Args:
+        config: options, with the seed.
+        stream: number of the stream.
+    """
     return np.random.default_rng([config.seed, stream])
 
 
 def token_ids(vocab_size: int) -> Sequence[int]:
-    """Ids for synthetic prompts. The first tenth is left out: there most vocabularies have their special tokens."""
+    """Returns ids for synthetic prompts, without the first tenth, where most vocabularies have special tokens."""
     return range(vocab_size // 10, vocab_size)
 
 
 def synthetic(
     config: WorkloadConfig, alphabet: Sequence[int] | Sequence[str], count: int, stream: int = PROMPTS
 ) -> list[Item]:
-    """Random prompts.
+    """Makes random prompts.
 
     Args:
-        alphabet: token ids, or words: a prompt is then a text of so many words.
+        config: options.
+        alphabet: token ids, or words: a prompt is then a text of that number of words.
+        count: number of prompts.
+        stream: random stream of the prompts.
     """
     random = rng(config, stream)
 
-    def draw(length: int) -> list[Any]:
-        return [alphabet[place] for place in random.integers(len(alphabet), size=length).tolist()]
+    def sample(length: int) -> list[Any]:
+        return [alphabet[index] for index in random.integers(len(alphabet), size=length).tolist()]
 
-    prefix = draw(config.shared_prefix_len)
-    inputs = config.input_len.draw(rng(config, INPUT_LENGTHS), count)
-    outputs = config.output_len.draw(rng(config, OUTPUT_LENGTHS), count)
+    prefix = sample(config.shared_prefix_len)
+    inputs = config.input_len.sample(rng(config, INPUT_LENGTHS), count)
+    outputs = config.output_len.sample(rng(config, OUTPUT_LENGTHS), count)
     items = []
     for length, max_tokens in zip(inputs, outputs, strict=True):
-        prompt = prefix + draw(length - len(prefix))
+        prompt = prefix + sample(length - len(prefix))
         items.append(Item(" ".join(prompt) if isinstance(alphabet[0], str) else prompt, max_tokens))
     return items
 
@@ -164,14 +189,15 @@ def synthetic(
 def workload(
     config: WorkloadConfig, alphabet: Sequence[int] | Sequence[str], convert: Callable[[Prompt], Prompt] = lambda it: it
 ) -> list[Item]:
-    """The requests of a benchmark, in order.
+    """Makes the requests of a benchmark, in order.
 
     Args:
-        alphabet: of synthetic prompts.
-        convert: gives a prompt of the dataset the form in which it is asked.
+        config: options.
+        alphabet: token ids or words of synthetic prompts.
+        convert: converts a prompt of the dataset to the form in which it is sent.
 
     Raises:
-        UsageError: the dataset cannot be read (with the number of the line), or has fewer prompts than were asked for.
+        UsageError: the dataset cannot be read (with the number of the line), or has fewer prompts than requested.
     """
     if config.dataset is None:
         return synthetic(config, alphabet, config.num_prompts or DEFAULT_PROMPTS)
@@ -183,7 +209,7 @@ def workload(
             f"Use --num-prompts {len(lines)} or less, or leave it out.",
         )
     lines = lines[: config.num_prompts]
-    lengths = config.output_len.draw(rng(config, OUTPUT_LENGTHS), len(lines))
+    lengths = config.output_len.sample(rng(config, OUTPUT_LENGTHS), len(lines))
     items = []
     for (number, line), length in zip(lines, lengths, strict=True):
         try:
@@ -198,12 +224,12 @@ Ids = list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line of a dataset; its other keys are left alone."""
+    """A line of a dataset; other keys are ignored."""
 
-    prompt: str | Ids | None = None
-    prompt_token_ids: Ids | None = None
-    messages: list[dict[str, Any]] | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    prompt: str | Ids | None = None  # text or token ids
+    prompt_token_ids: Ids | None = None  # token ids
+    messages: list[dict[str, Any]] | None = None  # messages of a chat
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # tokens of the completion
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:

@@ -62,7 +62,7 @@ def test_serve_ends_with_a_failure_if_nothing_was_answered() -> None:
     with BenchServer(lambda number, body: Say(status=500, body="broken")) as server:
         result = run("serve", *SMALL, "--base-url", server.url, "--warm-up", 0, "--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["failed"] == 3
-    assert result.stderr == "engine: no request was answered: HTTP 500: broken\n"
+    assert result.stderr == "engine: no request was completed: HTTP 500: broken\n"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_a_prompt_that_the_engine_cannot_answer_in_full_is_named(
 
 def test_synthetic_prompts_beyond_the_engine_are_refused(engine: Path) -> None:
     work = WorkloadConfig(input_len=Lengths(500, 500), output_len=Lengths(13, 13))
-    with pytest.raises(UsageError, match="prompt 1: 500 tokens and an answer of 13 do not fit 512"):
+    with pytest.raises(UsageError, match="prompt 1: 500 tokens and a completion of 13 do not fit 512"):
         run_offline(engine, OfflineConfig(work), **LIMITS)
 
 
@@ -116,8 +116,8 @@ def test_rounds_with_guesses_beside_rounds_without(
     config = OfflineConfig(WorkloadConfig(dataset=path, output_len=Lengths(30, 30)), rounds=2, compare=True)
     report = run_offline(engine, config, **LIMITS, speculate="ngram")
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
-        *("[warm-up without guesses", "[warm-up", "[round 1 of 2", "[round 1 of 2 without guesses"),
-        *("[round 2 of 2 without guesses", "[round 2 of 2"),
+        *("[warm-up without speculation", "[warm-up", "[round 1 of 2", "[round 1 of 2 without speculation"),
+        *("[round 2 of 2 without speculation", "[round 2 of 2"),
     ]
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     with_guesses, without = found["rounds"][0], found["comparison"]["rounds"][0]
@@ -133,7 +133,8 @@ def test_rounds_with_guesses_beside_rounds_without(
     accepted, steps = (sum(one[name] for one in found["rounds"]) for name in ("accepted_tokens", "guessed_steps"))
     assert found["mean_length"] == 1 + accepted / steps > 1
     text = describe_offline(report)
-    for piece in ("guesses    ", f"right: {found['mean_length']:.2f} tokens by a step", "same answers          4 of 4"):
+    acceptance = f"accepted: {found['mean_length']:.2f} tokens by a step"
+    for piece in ("draft tokens    ", acceptance, "same completions      4 of 4"):
         assert piece in text
 
 
@@ -153,11 +154,11 @@ def test_an_answer_that_guesses_have_changed_is_counted(engine: Path, monkeypatc
     assert report.comparison is not None and (report.comparison.answers, report.comparison.differing_answers) == (14, 2)
     assert "12 of 14" in describe_offline(report)
     unguessed = replace(report, rounds=report.comparison.rounds)
-    assert unguessed.mean_length is None and "guesses               none" in describe_offline(unguessed)
+    assert unguessed.mean_length is None and "draft tokens          none" in describe_offline(unguessed)
 
 
 def test_a_comparison_of_nothing(engine: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing to compare: nothing is guessed\nAdd --speculate ngram or"):
+    with pytest.raises(UsageError, match=r"nothing to compare: speculation is off\nAdd --speculate ngram or"):
         run_offline(engine, OfflineConfig(WORK, compare=True), **LIMITS)
 
 

@@ -168,7 +168,7 @@ def test_short_answers_and_cached_prompts_are_told() -> None:
         report = run(server)
     assert report.figures.short_answers == 3 and report.figures.cached_prompt_tokens == 12
     text = describe_serve(report)
-    assert "3 of 6 answers are shorter" in text and "12 of 30 prompt tokens" in text
+    assert "3 of 6 completions are shorter" in text and "12 of 30 prompt tokens" in text
 
 
 FAULTS: dict[str, tuple[Say, str]] = {
@@ -206,7 +206,7 @@ def test_a_run_without_an_answer_is_a_failure() -> None:
         report = run(server)
     assert report.figures.done == 0 and "0 done, 6 failed" in describe_serve(report)
     assert json.dumps(report.to_dict())
-    with pytest.raises(EngineError, match="no request was answered: HTTP 503: busy"):
+    with pytest.raises(EngineError, match="no request was completed: HTTP 503: busy"):
         report.check()
 
 

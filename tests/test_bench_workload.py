@@ -141,7 +141,7 @@ def test_a_dataset_is_utf8_with_a_byte_order_mark_or_without(tmp_path: Path) -> 
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
     assert [item.prompt for item in workload(WorkloadConfig(dataset=path), IDS)] == ["a"]
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(UsageError, match=r"data\.jsonl, line 2: byte 13 of the line is no UTF-8"):
+    with pytest.raises(UsageError, match=r"data\.jsonl, line 2: byte 13 of the line is not UTF-8"):
         workload(WorkloadConfig(dataset=path), IDS)
 
 
