@@ -1,4 +1,4 @@
-"""Making one thing while another is used."""
+"""Runs work in threads ahead of its use."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def begin(function: Callable[[], T]) -> Future[T]:
-    """Calls it in a thread of its own."""
+    """Calls a function in a thread of its own."""
     thread = ThreadPoolExecutor(1)
     try:
         return thread.submit(function)
@@ -20,8 +20,13 @@ def begin(function: Callable[[], T]) -> Future[T]:
 
 
 def in_order(tasks: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
-    """What tasks give, in their order. Threads make the next ones while the caller is busy with one, and each task by
-    itself: torch computes it with one thread.
+    """Yields the results of tasks, in their order.
+
+    Threads compute the next results while the caller uses one; torch computes each task with one thread.
+
+    Args:
+        tasks: the tasks.
+        threads: number of threads.
     """
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running: deque[Future[T]] = deque()

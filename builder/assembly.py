@@ -1,4 +1,4 @@
-"""Checkpoint → graph → plan: all that an engine will hold, before any of its weights is read."""
+"""Checkpoint → graph → plan: the complete content of an engine, before any of its weights is read."""
 
 import json
 from collections import Counter
@@ -43,94 +43,101 @@ from enginewright.targets import CPU
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """What a build is asked for.
+    """Options of a build."""
 
-    quant: None takes weights as the checkpoint has them, quantized or BF16. draft_quant: of what guesses, by a method
-    that needs no calibration; None takes the model's. kv_cache_dtype: what the KV cache holds,
-    one of KV_CACHES. max_seq_len: positions of the longest sequence; None takes the model's own. max_batch_size:
-    sequences in a step, recorded as the runtime's default and nothing more. batch_invariant: an answer has the
-    same bits in any batch, on GPUs, too. calib_data, calib_size: as `builder.calibration` has them; both None where
-    the method needs no calibration. dump_graphs: folder for one ONNX file a pass. gate: None measures nothing. report:
-    an .html or .json file for what the gate has measured. provenance: the file for it, if it is wanted.
-    builder_id: as `write_provenance` has it. notes: sentences for people on how these choices were made.
-    """
-
+    # quantization method; None keeps weights as the checkpoint has them, quantized or BF16
     quant: QuantConfig | None = None
+    # method of the draft, one that needs no calibration; None is the model's
     draft_quant: QuantConfig | None = None
-    targets: tuple[str, ...] = (CPU,)
-    kv_cache_dtype: str = "bf16"
-    max_seq_len: int | None = None
-    max_batch_size: int = 32
-    batch_invariant: bool = False
+    targets: tuple[str, ...] = (CPU,)  # targets that the engine has code for
+    kv_cache_dtype: str = "bf16"  # dtype of the KV cache, one of KV_CACHES
+    max_seq_len: int | None = None  # positions of the longest sequence; None is the model's own limit
+    max_batch_size: int = 32  # sequences in a step, recorded as the runtime's default
+    batch_invariant: bool = False  # True if a completion has the same bits in any batch, on GPUs, too
+    # source of calibration texts, as in `builder.calibration`; None if the method needs no calibration
     calib_data: str | None = None
-    calib_size: int | None = None
-    dump_graphs: Path | None = None
-    gate: GateConfig | None = field(default_factory=GateConfig)
-    report: Path | None = None
-    provenance: Path | None = None
-    builder_id: str | None = None
-    notes: tuple[str, ...] = ()
+    calib_size: int | None = None  # number of calibration texts; None if the method needs no calibration
+    dump_graphs: Path | None = None  # folder for one ONNX file a pass
+    gate: GateConfig | None = field(default_factory=GateConfig)  # quality gate; None measures nothing
+    report: Path | None = None  # .html or .json file for the gate's results
+    provenance: Path | None = None  # file for the provenance statement
+    builder_id: str | None = None  # identity of the builder, as in `write_provenance`
+    notes: tuple[str, ...] = ()  # sentences for users on how these choices were made
 
     @property
     def method(self) -> QuantConfig:
-        """Of weights that are not quantized already."""
+        """Method of weights that are not quantized yet."""
         return self.quant or Bf16()
 
     @property
     def for_draft(self) -> "BuildConfig":
-        """The same for what guesses."""
+        """Options for the draft."""
         return replace(self, quant=self.draft_quant or self.quant, draft_quant=None, notes=())
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """imported, dense: the graph at first, and before it was quantized. plans: by their target's name. weights: name →
-    where its bytes come from. kernels: the code that GPUs need, by name. files: the sections that are neither weights
-    nor code. notes: what people should know of weights that the checkpoint has quantized, and of its chat template.
-    """
+    """The content of an engine."""
 
-    checkpoint: Checkpoint
-    config: BuildConfig
-    max_seq_len: int
-    imported: ir.Model
-    dense: ir.Model
-    plans: Mapping[str, Plan]
-    weights: Mapping[str, Weight]
-    kernels: Mapping[str, Specialization]
-    files: Mapping[str, bytes]
-    results: Mapping[str, PassResult]
-    notes: Sequence[str]
-    # Of each model beside the engine's own, by its role: what the recipe says of it.
-    roles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    speculate: str | None = None  # what guesses where nobody says it
+    checkpoint: Checkpoint  # the checkpoint
+    config: BuildConfig  # options of the build
+    max_seq_len: int  # positions of the longest sequence
+    imported: ir.Model  # graph as the importer wrote it
+    dense: ir.Model  # graph before quantization
+    plans: Mapping[str, Plan]  # target's name → plan
+    weights: Mapping[str, Weight]  # name → source of the bytes
+    kernels: Mapping[str, Specialization]  # name → code that GPUs need
+    files: Mapping[str, bytes]  # name → section that is neither weights nor code
+    results: Mapping[str, PassResult]  # pass → its result
+    notes: Sequence[str]  # facts about quantized weights of the checkpoint and its chat template that users should know
+    roles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # role → entry of the recipe
+    speculate: str | None = None  # default source of draft tokens
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all weights, as stored."""
         return sum(weight.form.nbytes for weight in self.weights.values())
 
     @property
     def section_names(self) -> dict[str, str]:
-        """Names of the graph's weights → names of the plan's."""
+        """Name of a weight in the graph → its name in the plan."""
         own = {name for plan in self.plans.values() for name in plan.weight_names()}
         return {str(weight.value.name): name for name, weight in self.weights.items() if name in own}
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """Bytes of a token in all KV caches."""
         return next(iter(self.plans.values())).kv_bytes_per_token()
 
     def writer(self, output: Path, evidence_sections: int) -> EngineWriter:
+        """Opens a writer for the engine file.
+
+        Args:
+            output: the engine file.
+            evidence_sections: number of sections that the build adds as evidence.
+        """
         content_bytes = self.weight_bytes + sum(map(len, self.files.values()))
         return EngineWriter(output, len(self.weights) + len(self.files) + evidence_sections, content_bytes)
 
     def write(self, writer: EngineWriter, progress: Progress) -> None:
-        """Add every section; weights are read, converted and packed now."""
+        """Adds every section; weights are read, converted and packed now.
+
+        Args:
+            writer: writer of the engine file.
+            progress: receiver of progress, in bytes.
+        """
         for name, data in self.files.items():
             writer.add(name, data)
         for name, weight in self.weights.items():
             writer.add(f"{WEIGHTS}{name}", packed(weight, progress), **asdict(weight.form))
 
     def about(self, sources: Mapping[str, str], **recipe: Any) -> About:
-        """recipe: what else has changed the content."""
+        """Describes the engine for its manifest.
+
+        Args:
+            sources: input file → SHA-256.
+            recipe: other choices that change the content.
+        """
         config = self.config
         return About(
             builder_version=__version__,
@@ -157,10 +164,13 @@ class Assembly:
 def assemble(
     checkpoint: Checkpoint, config: BuildConfig, progress: Progress, calibration: Calibration | None = None
 ) -> Assembly:
-    """Import a model, run the passes, and lower it.
+    """Imports a model, runs the passes, and lowers the graph.
 
     Args:
-        calibration: texts for a method that needs some; without them it leaves out what has to see them.
+        checkpoint: the checkpoint.
+        config: options of the build.
+        progress: receiver of progress.
+        calibration: texts for a method that needs some; without them the passes that need texts are left out.
 
     Raises:
         UnsupportedModelError: the model, or something in it, is not implemented.
@@ -217,10 +227,14 @@ def assemble(
 
 
 def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
-    """Refuse to quantize what is quantized already.
+    """Refuses to quantize a checkpoint that is already quantized.
+
+    Args:
+        checkpoint: the checkpoint.
+        config: options of the build.
 
     Raises:
-        UsageError: the checkpoint is, and a method is asked for.
+        UsageError: the checkpoint is quantized, and the options name a method.
     """
     stored_as = format_name(checkpoint)
     if stored_as is not None and config.quant is not None:
@@ -232,26 +246,37 @@ def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
 
 
 def with_possible_kv(config: BuildConfig, *models: Mapping[str, Any]) -> BuildConfig:
-    """The same with a KV cache of bf16, and a note, where a model can have no other and the config asks for one.
+    """Replaces the KV cache's dtype by bf16, with a note, if the config names another one that a model cannot have.
 
     Args:
-        models: what config.json holds, of each model that the engine will have.
+        config: options of the build.
+        models: config.json of each model of the engine.
     """
     if config.kv_cache_dtype == BuildConfig.kv_cache_dtype or not any(map(keeps_latent_vectors, models)):
         return config
-    asked = f"the KV cache is bf16, not {config.kv_cache_dtype} as the recipe has it"
-    note = f"{asked}: latent vectors are stored as bf16 alone"
+    change = f"the KV cache is bf16, not {config.kv_cache_dtype} as in the recipe"
+    note = f"{change}: latent vectors are stored as bf16 only"
     return replace(config, kv_cache_dtype=BuildConfig.kv_cache_dtype, notes=(*config.notes, note))
 
 
 def chosen_quant(name: str | None, **settings: object) -> QuantConfig | None:
-    """What --quant and the settings of methods ask for; None where they leave it to the checkpoint."""
+    """Makes the method from --quant and its settings; None leaves the choice to the checkpoint.
+
+    Args:
+        name: name in `--quant`.
+        settings: settings of the method; None is not given.
+    """
     given = name is not None or any(value is not None for value in settings.values())
     return quant_config(name or Bf16.info.name, **settings) if given else None
 
 
 def default_output(checkpoint: Checkpoint, config: BuildConfig) -> Path:
-    """MODEL-QUANT.engine, in the working directory."""
+    """Returns MODEL-QUANT.engine, in the working directory.
+
+    Args:
+        checkpoint: the checkpoint.
+        config: options of the build.
+    """
     quant = config.quant.name if config.quant else format_name(checkpoint) or Bf16.name
     kv = "" if config.kv_cache_dtype == "bf16" else f"-kv-{config.kv_cache_dtype}"
     return Path(f"{checkpoint.name}-{quant}{kv}.engine")
@@ -268,7 +293,7 @@ def _max_seq_len(config: BuildConfig, model_limit: int) -> int:
 
 
 def merged_weights(lowered: Sequence[Lowered]) -> dict[str, Weight]:
-    """The weights of all targets; one that several read is stored once."""
+    """Merges the weights of all targets; one that several read is stored once."""
     merged: dict[str, Weight] = {}
     for entry in lowered:
         for name, weight in entry.weights.items():
@@ -278,9 +303,9 @@ def merged_weights(lowered: Sequence[Lowered]) -> dict[str, Weight]:
 
 
 def _template_notes(tokenizer: TokenizerFiles) -> list[str]:
-    """Why the chat template cannot show a message, found by a trial under the limits of each request.
+    """Explains why the chat template cannot render a message, found by a trial under the limits of each request.
 
-    An engine with such a template is of use for everything but chats, so it is built all the same.
+    An engine with such a template is useful for everything but chats, so it is built nevertheless.
     """
     if tokenizer.chat_template is None:
         return []
@@ -293,7 +318,7 @@ def _template_notes(tokenizer: TokenizerFiles) -> list[str]:
 
 
 def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes]:
-    """Sections that are not weights: plans, tokenizer, templates, defaults."""
+    """Makes the sections that are not weights: plans, tokenizer, templates, defaults."""
     tokenizer = checkpoint.tokenizer
     files = {plan_section(target): plan.to_json() for target, plan in plans.items()}
     files["tokenizer.json"] = tokenizer.tokenizer_json
@@ -305,7 +330,12 @@ def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes
 
 
 def packed(weight: Weight, progress: Progress) -> Iterator[memoryview]:
-    """Reads, converts and packs one weight; what is derived lazily (fused, quantized) happens here."""
+    """Reads, converts and packs one weight; fused and quantized weights are computed here.
+
+    Args:
+        weight: the weight.
+        progress: receiver of progress, in bytes.
+    """
     threads = env.num_threads() or num_cores()
     for piece in in_order(pack_rows(open_rows(weight.value), weight.form), threads):
         progress.advance(piece.nbytes)

@@ -1,4 +1,4 @@
-"""Checkpoint → graph → plan → file: the builder's one road, end to end."""
+"""Checkpoint → graph → plan → file: the whole build."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,24 +54,22 @@ from enginewright.runtime.engine import Engine
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built. weight_bytes: weights as stored. rewrites: pass → number of rewrites. calibration: None if the
-    method needs none. notes: what people should know of weights that the checkpoint has quantized, and of its chat
-    template. gives: `logits`, of which tokens are sampled, or one of plan.RESULTS for each text.
-    """
+    """The result of a build."""
 
-    path: Path
-    size_bytes: int
-    content_hash: str
-    weight_bytes: int
-    kv_bytes_per_token: int
-    max_seq_len: int
-    gives: str
-    rewrites: dict[str, int]
-    calibration: Mapping[str, Any] | None
-    notes: Sequence[str]
-    quality: QualityReport
+    path: Path  # the engine file
+    size_bytes: int  # its size
+    content_hash: str  # SHA-256 of its content, without evidence
+    weight_bytes: int  # bytes of weights, as stored
+    kv_bytes_per_token: int  # bytes of a token in all KV caches
+    max_seq_len: int  # positions of the longest sequence
+    gives: str  # main output: `logits`, from which tokens are sampled, or one of plan.RESULTS for each text
+    rewrites: dict[str, int]  # pass → number of rewrites
+    calibration: Mapping[str, Any] | None  # facts about the texts; None if the method needs none
+    notes: Sequence[str]  # facts about quantized weights of the checkpoint and its chat template that users should know
+    quality: QualityReport  # result of the quality gate
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the report to JSON's types."""
         return asdict(self) | {"path": str(self.path), "quality": self.quality.to_dict()}
 
 
@@ -82,12 +80,16 @@ def build_engine(
     progress: Progress | None = None,
     draft: Draft | None = None,
 ) -> BuildReport:
-    """Build `output` from a checkpoint. It appears whole under its name, or not at all.
+    """Builds `output` from a checkpoint. It appears complete under its name, or not at all.
 
     Args:
+        checkpoint: the checkpoint.
+        config: options of the build.
+        output: the engine file.
+        progress: receiver of progress; None is nobody.
         draft: a smaller model of the same tokenizer, which the engine holds in the role `draft`, built by
             `config.for_draft`; or a head that was trained for the model, in a role of its kind; or first layers of the
-            model itself, in the role `skip`; or what there is. The gate does not measure it.
+            model itself, in the role `skip`; or the best that the checkpoint offers. The gate does not measure it.
 
     Raises:
         UnsupportedModelError: the model, or something in it, is not implemented.
@@ -101,7 +103,7 @@ def build_engine(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One order of operations whatever the machine; packing is copying, which more threads would not speed up."""
+    """Fixes the order of operations on any machine; packing copies memory, and gains nothing from threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -114,7 +116,7 @@ def _build(
     checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig, output: Path, progress: Progress
 ) -> BuildReport:
     _check_outputs(config, output)
-    env.source_date()  # what is wrong with it is said now
+    env.source_date()  # an invalid date is refused before the work
     check_quant(checkpoint, config)
     check_draft(checkpoint, draft, config)
     if config.method.calibrated:
@@ -168,7 +170,7 @@ def _build(
 
 
 def _check_outputs(config: BuildConfig, output: Path) -> None:
-    """Refuse, before a build that takes minutes, outputs that could not be written after it."""
+    """Refuses outputs that could not be written, before a build that takes minutes."""
     require_writable(output, regular=True)
     others = [config.provenance] if config.provenance is not None else []
     if config.report is not None:
@@ -186,8 +188,10 @@ def _check_outputs(config: BuildConfig, output: Path) -> None:
 
 
 def _check_plan(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig, output: Path) -> None:
-    """Refuse before calibration, which takes minutes, what does not depend on it: a plan of the same sizes is not
-    possible, has kernels that no compiler here takes, or has no space on the disk.
+    """Refuses, before calibration takes minutes, whatever does not depend on it.
+
+    A plan of the same sizes may be impossible, may have kernels that no compiler here can compile, or may have no space
+    on the disk.
     """
     planned = assemble(checkpoint, replace(config, dump_graphs=None), Silent())
     if isinstance(draft, FirstLayers | HeadFolder):
@@ -198,7 +202,7 @@ def _check_plan(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig
 
 
 def _goldens(assembly: Assembly, path: Path) -> bytes:
-    """What the finished engine computes on this machine; without a plan for its CPU, what a GPU would."""
+    """Records results of the finished engine on this machine; without a plan for its CPU, simulated ones."""
     target = targets_of(assembly.config.targets)[0]
     with Engine.open(path, target.name) as engine:
         config = replay_config(engine.plan.max_seq_len)
@@ -217,10 +221,10 @@ def _goldens(assembly: Assembly, path: Path) -> bytes:
 
 
 def _gate(assembly: Assembly, path: Path, about: About, progress: Progress) -> QualityReport:
-    """How far the finished engine is from its source.
+    """Measures how far the finished engine is from its source.
 
     Raises:
-        QualityGateError: too far.
+        QualityGateError: it is too far.
     """
     config = assembly.config
     if config.gate is None:

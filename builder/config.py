@@ -1,4 +1,4 @@
-"""Reads config.json by key and type, and knows which keys were read.
+"""Reads config.json by key and type, and records which keys were read.
 
 A key with the value null counts as absent, as it does for transformers.
 """
@@ -16,16 +16,16 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 _REQUIRED: Any = object()
-NEAR = 0.85  # of 1: how alike two keys are where one may be meant for the other
-MOST = 2**31 - 1  # of what is counted: positions and token ids have 32 bits
+NEAR = 0.85  # similarity of two keys, up to 1, above which one may be a misspelling of the other
+MAX_COUNT = 2**31 - 1  # limit of counts: positions and token ids have 32 bits
 
-# Far above any model that is known: what is larger is an error, which must not be allocated before it is noticed.
-MOST_TOKENS = 2**24
-MOST_LAYERS = 2**12
-MOST_HEADS = 2**14
-MOST_HEAD_DIM = 2**13
-MOST_COLUMNS = 2**22
-MOST_TAPS = 8  # of a convolution: csrc/cpu/causal_conv.h
+# Limits far above any known model: a larger number is an error, which must be noticed before anything is allocated.
+MAX_TOKENS = 2**24
+MAX_LAYERS = 2**12
+MAX_HEADS = 2**14
+MAX_HEAD_DIM = 2**13
+MAX_COLUMNS = 2**22
+MAX_TAPS = 8  # taps of a convolution: csrc/cpu/causal_conv.h
 
 
 class ConfigReader:
@@ -38,24 +38,34 @@ class ConfigReader:
         max_seq_len: int | None = None,
         pooling: Pooling | None = None,
     ) -> None:
-        """max_seq_len: positions of the longest sequence that is wanted; None is what the model was made for. pooling:
-        what stands in the place of a head; None is a model that generates text.
+        """Wraps an object.
+
+        Args:
+            values: key → value.
+            where: name of the object, for errors.
+            max_seq_len: positions of the longest sequence that the build needs; None is the model's own limit.
+            pooling: pooling of an embedding model; None is a model that generates text.
         """
         self._values = values
         self._where = where
         self.max_seq_len, self.pooling = max_seq_len, pooling
         self._read: set[str] = set()
-        self.warnings: list[str] = []  # sentences on keys that are read and do not count
+        self.warnings: list[str] = []  # sentences on keys that are read and have no effect
 
     @overload
     def read(self, kind: type[T], *keys: str) -> T: ...
     @overload
     def read(self, kind: type[T], *keys: str, default: D) -> T | D: ...
     def read(self, kind: type[T], *keys: str, default: Any = _REQUIRED) -> Any:
-        """The value of a key. Further keys are other names of it; no two of them may disagree.
+        """Reads the value of a key.
+
+        Args:
+            kind: type of the value.
+            keys: the key, then other names of it; no two of them may disagree.
+            default: value where the key is missing; without one, the key is required.
 
         Raises:
-            EngineError: the value is missing (and there is no default) or is not of the kind.
+            EngineError: the value is missing (and there is no default), or has another type.
         """
         key, value = self._find(keys)
         if value is None:
@@ -64,28 +74,44 @@ class ConfigReader:
             return default
         return self._as(kind, key, value)
 
-    def read_size(self, *keys: str, default: int | None = None, most: int = MOST) -> int:
-        """A whole number above 0, required unless there is a default.
+    def read_size(self, *keys: str, default: int | None = None, maximum: int = MAX_COUNT) -> int:
+        """Reads a whole number above 0.
+
+        Args:
+            keys: the key, then other names of it.
+            default: value where the key is missing; None requires it.
+            maximum: limit of the value.
 
         Raises:
-            UnsupportedModelError: it is more than `most`: said before anything of that size is made.
+            UnsupportedModelError: it is larger than `maximum`, which is refused before anything of that size is
+            allocated.
         """
         size = self.read(int, *keys) if default is None else self.read(int, *keys, default=default)
         if size <= 0:
             raise self.error(f"{keys[0]} is {_short(size)}, not above 0")
-        if size > most:
-            raise self.unsupported(f"{keys[0]} = {_short(size)}", f"At most {most} is possible.")
+        if size > maximum:
+            raise self.unsupported(f"{keys[0]} = {_short(size)}", f"At most {maximum} is possible.")
         return size
 
     def read_positive(self, *keys: str, default: float | None = None) -> float:
-        """A number above 0, required unless there is a default."""
+        """Reads a number above 0.
+
+        Args:
+            keys: the key, then other names of it.
+            default: value where the key is missing; None requires it.
+        """
         number = self.read(float, *keys) if default is None else self.read(float, *keys, default=default)
         if number <= 0:
             raise self.error(f"{keys[0]} is {number}, not above 0")
         return number
 
     def read_list(self, kind: type[T], key: str) -> list[T] | None:
-        """A list of one kind, None if there is none."""
+        """Reads a list of values of one type; None if the key is missing.
+
+        Args:
+            kind: type of the values.
+            key: the key.
+        """
         _, value = self._find((key,))
         if value is None:
             return None
@@ -94,23 +120,28 @@ class ConfigReader:
         return [self._as(kind, f"{key}[{index}]", entry) for index, entry in enumerate(value)]
 
     def holds(self, key: str, value: object) -> bool:
-        """Whether a key, of whatever type, has just this value."""
+        """Checks if a key, of any type, has exactly this value.
+
+        Args:
+            key: the key.
+            value: the value.
+        """
         return bool(self._find((key,))[1] == value)
 
     def has(self, key: str) -> bool:
-        """Whether a key is there, if only with the value null."""
+        """Checks if a key exists, even with the value null."""
         return key in self._values
 
     def names(self) -> list[str]:
-        """All keys that are there."""
+        """Lists all keys that exist."""
         return list(self._values)
 
     def known(self) -> frozenset[str]:
-        """All keys that were asked for, whether they are there or not."""
+        """Lists all keys that were read, whether they exist or not."""
         return frozenset(self._read)
 
     def section(self, *keys: str) -> "ConfigReader | None":
-        """An object within the config, None if there is none."""
+        """Returns an object within the config; None if the key is missing."""
         key, value = self._find(keys)
         if value is None:
             return None
@@ -119,23 +150,30 @@ class ConfigReader:
         return ConfigReader(value, f"{self._where}: {key}", self.max_seq_len, self.pooling)
 
     def error(self, why: str) -> EngineError:
+        """Makes the error for a config that cannot be used."""
         return EngineError(f"{self._where} cannot be used", why)
 
     def unsupported(self, why: str, fix: str = "") -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self._where} asks for what is not implemented", why, fix)
+        """Makes the error for a config that is not implemented.
+
+        Args:
+            why: the reason.
+            fix: advice for the user.
+        """
+        return UnsupportedModelError(f"{self._where} needs something that is not implemented", why, fix)
 
     def warn(self, warning: str) -> None:
-        """Tell people what does not become of a key, where transformers leaves it undone as well."""
+        """Records a warning about a key that has no effect, as in transformers."""
         self.warnings.append(warning)
 
     def refuse_unread(self, harmless: Mapping[str, Harmless] | None = None) -> None:
-        """Refuse, by name, every key that was not read, unless it is known that it cannot change a result.
+        """Refuses, by name, every key that was not read, unless it is known not to change results.
 
         Args:
-            harmless: keys of the family's own, beside those of HARMLESS.
+            harmless: keys of the family, in addition to HARMLESS.
 
         Raises:
-            UnsupportedModelError: naming all of them.
+            UnsupportedModelError: there are such keys; the message names all of them.
         """
         allowed = {**HARMLESS, **(harmless or {})}
         known = {*self._read, *allowed} - self._values.keys()
@@ -148,20 +186,20 @@ class ConfigReader:
                 remarks[key] = f" (only {' or '.join(map(str, allowed[key].values or ()))} can be built)"
         self._refuse(
             remarks,
-            "A model that is built without what a key asks for may give wrong answers. Where you know that a key "
+            "A model that is built without a feature of its config may compute wrong results. If you know that a key "
             "changes nothing, take it out of config.json.",
         )
 
     def refuse_any_unread(self, harmless: Collection[str] = ()) -> None:
-        """Refuse, by name, every key that nobody read: for objects in which every key counts."""
+        """Refuses, by name, every key that was not read: for objects in which every key counts."""
         self._refuse({key: "" for key in self.unread() if key not in harmless})
 
     def unread(self) -> list[str]:
-        """The keys that nobody read, but for those with the value null: where a key is known, null is its absence."""
+        """Lists the keys that were not read, without those of value null, which counts as absence."""
         return sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
 
     def _refuse(self, remarks: Mapping[str, str], fix: str = "") -> None:
-        """remarks: what is said of each key that is refused, behind its value."""
+        """Refuses keys. remarks: key → text after its value in the message."""
         if remarks:
             named = (f"{key} = {_short(self._values[key])}{remark}" for key, remark in remarks.items())
             raise self.unsupported(", ".join(named), fix)

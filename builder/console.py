@@ -1,4 +1,4 @@
-"""A build on a terminal: phases with progress, and what to do with the engine at the end."""
+"""Shows a build on a terminal: phases with progress, and the next command at the end."""
 
 import math
 import shlex
@@ -25,24 +25,30 @@ from enginewright.builder.forecast import Forecast
 from enginewright.runtime.commands.quality import describe_quality
 from enginewright.runtime.count import format_bytes
 
-REFUSALS_SHOWN = 3  # of each pass
-# The command to try an engine with, by what it gives, and what follows the file.
+REFUSALS_SHOWN = 3  # reasons shown for each pass
+# Main output → command to try an engine with, and its arguments after the file.
 NEXT = {
     "logits": ("generate", '--chat "What is the capital of France?"'),
     "embedding": ("embed", '"What is the capital of France?"'),
     "score": ("run", ""),
 }
-SECONDS_BETWEEN_LINES = 10.0  # of a phase, where there is no terminal to draw a bar on
+SECONDS_BETWEEN_LINES = 10.0  # seconds between lines of a phase, where there is no terminal for a bar
 
 
 class ConsoleProgress:
-    """Draws on stderr: bars on a terminal, elsewhere one line a phase, and one now and then within a long phase.
+    """Shows progress on stderr: bars on a terminal; elsewhere a line for each phase, and more in a long one.
 
-    The expected time is what the phase has taken so far for a unit of its work, times what is left of it. It is shown
-    and nothing more: no decision of a build hangs on a clock.
+    The expected time is the time of the phase so far for a unit of its work, times the work that is left. It is only
+    displayed: no decision of a build depends on a clock.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepares the display.
+
+        Args:
+            console: console to draw on; None is stderr.
+            clock: clock in seconds.
+        """
         console = console or Console(file=sys.stderr)
         columns = (
             TextColumn("{task.description:<24}"),
@@ -57,7 +63,7 @@ class ConsoleProgress:
         self._clock = clock
         self._task: TaskID | None = None
         self._phase = ""
-        self._started = self._said = 0.0
+        self._started = self._last_line = 0.0
         self._total = self._done = 0
 
     def __enter__(self) -> "ConsoleProgress":
@@ -74,26 +80,33 @@ class ConsoleProgress:
             self._bars.stop()
 
     def phase(self, name: str, total: int = 0) -> None:
+        """Starts a phase.
+
+        Args:
+            name: name of the phase.
+            total: work in it, in units of its own; 0 where nothing is counted.
+        """
         self._end_phase()
         self._phase, self._total, self._done = name, total, 0
-        self._started = self._said = self._clock()
+        self._started = self._last_line = self._clock()
         if self._bars:
             self._task = self._bars.add_task(name, total=total or None)
 
     def advance(self, amount: int) -> None:
+        """Adds finished work."""
         self._done += amount
         if self._bars and self._task is not None:
             self._bars.advance(self._task, amount)
         elif self._total:
-            self._say_now_and_then()
+            self._print_progress()
 
-    def _say_now_and_then(self) -> None:
+    def _print_progress(self) -> None:
         now, share = self._clock(), min(self._done / self._total, 1.0)
-        if now - self._said >= SECONDS_BETWEEN_LINES and 0 < share < 1:
+        if now - self._last_line >= SECONDS_BETWEEN_LINES and 0 < share < 1:
             elapsed = now - self._started
             left = elapsed * (1 - share) / share
             print(f"{self._phase:<24} {elapsed:6.1f} s, {share:.0%}, up to {left:.0f} s more", file=sys.stderr)
-            self._said = now
+            self._last_line = now
 
     def _end_phase(self) -> None:
         if self._bars and self._task is not None:
@@ -105,8 +118,8 @@ class ConsoleProgress:
 
 
 def describe(report: BuildReport | Forecast) -> str:
-    """What was built, and the command to try next; or what would be."""
-    return "\n".join(("", *(_built(report) if isinstance(report, BuildReport) else _foreseen(report))))
+    """Formats the result of a build with the next command, or the forecast of one."""
+    return "\n".join(("", *(_built(report) if isinstance(report, BuildReport) else _forecast(report))))
 
 
 def _built(report: BuildReport) -> Iterator[str]:
@@ -123,7 +136,7 @@ def _built(report: BuildReport) -> Iterator[str]:
     yield f"next     engine {command} {shlex.quote(str(report.path))} {argument}".rstrip()
 
 
-def _foreseen(report: Forecast) -> Iterator[str]:
+def _forecast(report: Forecast) -> Iterator[str]:
     yield f"engine   {report.output}, of {report.name} ({report.model_type})"
     yield f"recipe   {', '.join(f'{key} {value}' for key, value in report.recipe.items())}"
     for target, kernels in report.kernels.items():

@@ -1,5 +1,7 @@
-"""What an engine holds beside its model to guess what that says next: a smaller model, the model's own first layers,
-the layer that its checkpoint carries for it, or a head that was trained for it.
+"""Adds a source of draft tokens to an engine.
+
+It is a smaller model, the model's own first layers, the multi-token prediction layer of its checkpoint, or a head that
+was trained for it.
 """
 
 import json
@@ -37,28 +39,31 @@ from enginewright.runtime.count import parse_count
 
 @dataclass(frozen=True)
 class FirstLayers:
-    """The first `count` layers of the model itself, with its last norm and its head."""
+    """A draft of the model's first layers, with its last norm and its head."""
 
-    count: int
+    count: int  # number of layers
 
 
 @dataclass(frozen=True)
 class Automatic:
-    """The best that there is for this checkpoint, as the engine's default: the layer that it carries to guess with, or
-    else it looks guesses up.
-    """
+    """The best draft of this checkpoint, as the engine's default: its MTP layer if it has one, otherwise lookup."""
 
 
 HEADS = {EAGLE: build_eagle, MEDUSA: build_medusa}
-PHASE = "add what guesses"  # its weights are compared with the model's
+PHASE = "add the draft"  # its weights are compared with the model's
 Draft = Checkpoint | HeadFolder | FirstLayers | Automatic
 
 
 def open_draft(text: str, *, only_cached: bool = False, check_config: CheckConfig | None = None) -> Draft:
-    """What `--draft` names: `auto`, `skip:8`, the folder of a head, or a checkpoint as `open_checkpoint` has it.
+    """Opens the draft that `--draft` names: `auto`, `skip:8`, the folder of a head, or a checkpoint.
+
+    Args:
+        text: the option's value.
+        only_cached: True if nothing may be downloaded.
+        check_config: as in `open_checkpoint`.
 
     Raises:
-        UsageError: the number of layers is none; or what `find_head` and `open_checkpoint` raise.
+        UsageError: the number of layers is not valid; other errors are those of `find_head` and `open_checkpoint`.
     """
     if text == "auto":
         return Automatic()
@@ -69,12 +74,12 @@ def open_draft(text: str, *, only_cached: bool = False, check_config: CheckConfi
     try:
         return FirstLayers(parse_count(count))
     except UsageError as error:
-        fix = f"Say how many of the model's first layers guess: {SKIP}:8."
+        fix = f"Say how many of the model's first layers are the draft: {SKIP}:8."
         raise UsageError(f"--draft {text} names no number of layers", str(error) if colon else "", fix) from error
 
 
 def source_of(draft: Draft | None) -> tuple[str, Checkpoint | HeadFolder] | None:
-    """The role of a draft that has files of its own, and what reads them."""
+    """Returns the role of a draft that has files of its own, and their reader; None for other drafts."""
     match draft:
         case None | FirstLayers() | Automatic():
             return None
@@ -85,9 +90,18 @@ def source_of(draft: Draft | None) -> tuple[str, Checkpoint | HeadFolder] | None
 
 
 def check_draft(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig) -> None:
-    """Refuse what cannot guess for a model, before anything is read."""
+    """Refuses a draft that does not fit the model, before anything is read.
+
+    Args:
+        checkpoint: the model's checkpoint.
+        draft: the draft, or None.
+        config: options of the build.
+
+    Raises:
+        UsageError: it does not fit.
+    """
     if draft is None or isinstance(draft, FirstLayers):
-        _check_no_quant(config, "nothing guesses" if draft is None else "first layers read the model's own weights")
+        _check_no_quant(config, "there is no draft" if draft is None else "first layers read the model's own weights")
     elif config.draft_quant is not None and config.draft_quant.calibrated:
         what = f"--draft-quant {config.draft_quant.name} is not possible"
         raise UsageError(what, "it has to be calibrated, and the texts are the model's", "Use int4-rtn, for example.")
@@ -102,24 +116,32 @@ def _check_no_quant(config: BuildConfig, why: str) -> None:
 
 
 def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: Calibration | None = None) -> Assembly:
-    """What the engine of `target` holds with a draft beside its model, built by its `config.for_draft`.
+    """Adds a draft to an engine's model, built by `target.config.for_draft`.
+
+    Args:
+        target: the engine without a draft.
+        draft: the draft.
+        progress: receiver of progress.
+        calibration: texts for a method that needs some.
 
     Raises:
-        UsageError: it is no draft for this model.
+        UsageError: the draft does not fit this model.
     """
     if isinstance(draft, FirstLayers):
         return with_first_layers(target, draft)
     if isinstance(draft, Automatic):
         if not all(plan.generates for plan in target.plans.values()):
-            _check_no_quant(target.config, f"{target.checkpoint.name} writes no text, so nothing guesses")
+            _check_no_quant(target.config, f"{target.checkpoint.name} writes no text, so it has no draft")
             return target
         graph = build_mtp_graph(target.checkpoint, target.max_seq_len)
         if graph is None:
-            _check_no_quant(target.config, f"{target.checkpoint.name} carries no MTP layer, so lookup guesses")
+            _check_no_quant(target.config, f"{target.checkpoint.name} has no MTP layer, so draft tokens are looked up")
             return replace(target, speculate=NGRAM)
         progress.phase(PHASE)
-        taken = replace(target, notes=[note for note in target.notes if not note.endswith(LEFT_OUT)], speculate=MTP)
-        return with_head(taken, MTP, HeadGraph(graph, ShowHidden(), ShowHidden()), {"layers": 1})
+        without_note = replace(
+            target, notes=[note for note in target.notes if not note.endswith(LEFT_OUT)], speculate=MTP
+        )
+        return with_head(without_note, MTP, HeadGraph(graph, ShowHidden(), ShowHidden()), {"layers": 1})
     if isinstance(draft, HeadFolder):
         name = target.checkpoint.name
         if not all(plan.generates for plan in target.plans.values()):
@@ -135,8 +157,13 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
 
 
 def with_first_layers(target: Assembly, draft: FirstLayers) -> Assembly:
-    """They are cut off the graph that the model's plans are made of, so their weights are the model's, and no bytes of
-    their own.
+    """Adds the model's first layers as a draft, cut off the graph that its plans are made from.
+
+    Their weights are the model's, and take no bytes of their own.
+
+    Args:
+        target: the engine without a draft.
+        draft: number of layers.
 
     Raises:
         UsageError: the model has no more layers than that, or writes no text.
@@ -156,14 +183,17 @@ def with_first_layers(target: Assembly, draft: FirstLayers) -> Assembly:
 
 
 def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str, Any]) -> Assembly:
-    """What the engine of `target` holds with a head beside its model, whose own plans show their hidden states then.
+    """Adds a head as a draft; the model's own plans then output their hidden states.
 
     The head's weights are quantized without calibration: no texts can be streamed through it alone.
 
     Args:
-        recipe: what is said of the head there.
+        target: the engine without a draft.
+        role: role of the head.
+        head: graph of the head.
+        recipe: entry of the recipe.
     """
-    method, dense = target.config.for_draft.method.unseen, list[ir.Model]()
+    method, dense = target.config.for_draft.method.without_data, list[ir.Model]()
     config = replace(target.config, quant=method)
     notes = json.loads(head.graph.metadata_props.get("enginewright.notes", "{}"))
     dump = config.dump_graphs / role if config.dump_graphs else None
@@ -183,7 +213,7 @@ def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str,
 
 
 def _lower(target: Assembly, dense: ir.Model, name: str, hidden: ShowHidden | None = None) -> list[Lowered]:
-    """A dense graph for each platform of the engine. name: of a folder for its graphs, where they are dumped."""
+    """Lowers a dense graph for each platform of the engine; `name` is the folder of its dumped graphs."""
     config, lowered = target.config, []
     max_seq_len = min(target.max_seq_len, int(dense.metadata_props["enginewright.max_seq_len"]))
     for one in targets_of(config.targets):
@@ -195,10 +225,14 @@ def _lower(target: Assembly, dense: ir.Model, name: str, hidden: ShowHidden | No
 
 
 def with_draft(target: Assembly, draft: Assembly) -> Assembly:
-    """What the engine of `target` holds with the model of `draft` beside its own.
+    """Adds a model as a draft.
+
+    Args:
+        target: the engine without a draft.
+        draft: the model.
 
     Raises:
-        UsageError: their logits are not of the same tokens.
+        UsageError: their logits belong to different tokens.
     """
     sizes = [next(iter(one.plans.values())).vocab_size for one in (target, draft)]
     for one in (target, draft):
@@ -219,11 +253,11 @@ def _with_role(
     weights: Mapping[str, Weight],
     kernels: Mapping[str, Specialization],
 ) -> Assembly:
-    """The same with another model in a role. A weight that has the same name and bytes in both is stored once."""
+    """Adds a model in a role. A weight with the same name and bytes in both models is stored once."""
     if target.config.draft_quant is not None:
         recipe = {**recipe, "quant": target.config.draft_quant.name}
     names = {
-        name: name if _same(weight, target.weights.get(name)) else f"{role}/{name}" for name, weight in weights.items()
+        name: name if _equal(weight, target.weights.get(name)) else f"{role}/{name}" for name, weight in weights.items()
     }
     files = {
         plan_section(platform, role): plan.with_weights(names.__getitem__).to_json() for platform, plan in plans.items()
@@ -237,8 +271,8 @@ def _with_role(
     )
 
 
-def _same(one: Weight, other: Weight | None) -> bool:
-    """Reads both as far as they are alike."""
+def _equal(one: Weight, other: Weight | None) -> bool:
+    """Compares two weights, which are read as far as they are equal."""
     if other is None or one.form != other.form:
         return False
     pieces = (pack_rows(open_rows(weight.value), weight.form) for weight in (one, other))
@@ -246,7 +280,12 @@ def _same(one: Weight, other: Weight | None) -> bool:
 
 
 def check_tokenizer(checkpoint: Checkpoint, draft: Checkpoint) -> None:
-    """Raises UsageError where a draft's tokens are not those of the model that it is for."""
+    """Raises UsageError if a draft's tokens differ from those of the model.
+
+    Args:
+        checkpoint: the model's checkpoint.
+        draft: the draft's checkpoint.
+    """
     own, its = (json.loads(one.tokenizer.tokenizer_json) for one in (checkpoint, draft))
     differing = [key for key in sorted({*own, *its}) if own.get(key) != its.get(key)]
     if differing:
@@ -255,4 +294,4 @@ def check_tokenizer(checkpoint: Checkpoint, draft: Checkpoint) -> None:
 
 def _no_draft(checkpoint: Checkpoint, draft: Checkpoint, why: str) -> UsageError:
     fix = "Take a model of the same tokenizer and vocabulary."
-    return UsageError(f"{draft.name} is no draft for {checkpoint.name}", why, fix)
+    return UsageError(f"{draft.name} cannot be a draft of {checkpoint.name}", why, fix)

@@ -1,4 +1,4 @@
-"""What a build of an embedding model cannot be asked for."""
+"""Refuses build options that an embedding model cannot have."""
 
 from enginewright.builder.gate import GateConfig
 from enginewright.errors import UnsupportedModelError, UsageError
@@ -11,12 +11,24 @@ OF_TOKENS = ("kl", "top1", "ppl", "needle", "json", "divergence")  # limits of t
 def check_embedding(
     targets: tuple[str, ...], method: QuantConfig, calib_data: str | None, gate: GateConfig | None, report: object
 ) -> None:
-    """Raises UsageError or UnsupportedModelError for options that are about text that is written, or about GPUs."""
+    """Checks the options of an embedding model.
+
+    Args:
+        targets: targets of the build.
+        method: quantization method.
+        calib_data: source of calibration texts.
+        gate: options of the gate.
+        report: file for the gate's results.
+
+    Raises:
+        UsageError: an option is about generated text.
+        UnsupportedModelError: an option is about GPUs.
+    """
     if others := [target for target in targets if target != CPU]:
         what = f"embedding models have no code for {', '.join(others)}"
-        raise UnsupportedModelError(what, "they run on CPUs alone", "Build it with --target cpu.")
+        raise UnsupportedModelError(what, "they run on CPUs only", "Build it with --target cpu.")
     if method.name == "auto":
-        why = "it weighs formats by what they do to next tokens, which an embedding model has none of"
+        why = "it compares formats by their effect on next tokens, and an embedding model has none"
         raise UsageError("--quant auto is not possible", why, "Name another method.")
     if method.calibrated and calib_data is None:
         why = "an embedding model writes no text that it could be calibrated on"
@@ -27,5 +39,5 @@ def check_embedding(
         why = "an embedding model has no next tokens"
         raise UsageError(f"--gate {limits[0]}=… is not possible", why, "Its limits are cosine and layer.")
     if report is not None and str(report).endswith(".html"):
-        why = "pages are about next tokens, which an embedding model has none of"
+        why = "pages are about next tokens, and an embedding model has none"
         raise UsageError(f"--report {report} is not possible", why, "Name a .json file.")

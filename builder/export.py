@@ -1,4 +1,4 @@
-"""Dense graph → an ONNX file in standard ops, for onnxruntime and others."""
+"""Writes a dense graph as an ONNX file in standard ops, for onnxruntime and others."""
 
 import os
 import shutil
@@ -14,15 +14,21 @@ from enginewright.output_file import require_writable
 from enginewright.plugins import DOMAIN, expand_references
 from enginewright.runtime.count import format_bytes
 
-EMBED_LIMIT_BYTES = 1 << 30  # protobuf ends at 2 GiB
+EMBED_LIMIT_BYTES = 1 << 30  # bytes of weights inside the file; protobuf ends at 2 GiB
 DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}
 
 
 def export_onnx(model: ir.Model, path: Path, dtype: str = "fp32", embed_limit_bytes: int = EMBED_LIMIT_BYTES) -> None:
-    """Write a dense graph in one of DTYPES. Weights beyond the limit go to `<path>.data` beside it.
+    """Writes a dense graph in one of DTYPES.
 
     fp16 keeps positions, rotary tables, softmax, softcaps and windowed attention in fp32. Activations have fp16's
-    range: of models that were trained in bf16, some (Gemma 3) leave it.
+    range: some models that were trained in bf16 (Gemma 3) exceed it.
+
+    Args:
+        model: the dense graph.
+        path: the ONNX file.
+        dtype: one of DTYPES.
+        embed_limit_bytes: limit of weights inside the file; if there are more, they go to `<path>.data` next to it.
 
     Raises:
         UsageError: there is no such folder, or `path` cannot be a file.
@@ -40,7 +46,7 @@ def export_onnx(model: ir.Model, path: Path, dtype: str = "fp32", embed_limit_by
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
             try:
                 ir.save(standard, Path(folder, path.name), external_data=data)
-            except ir.serde.SerdeError as error:  # wraps what reading a weight raised
+            except ir.serde.SerdeError as error:  # wraps the error of reading a weight
                 raise _root(error) from None
             for name in names:
                 replace_file(Path(folder, name), path.with_name(name))
@@ -49,11 +55,11 @@ def export_onnx(model: ir.Model, path: Path, dtype: str = "fp32", embed_limit_by
 
 
 def _check_space(path: Path, size_bytes: int) -> None:
-    """Raise an EngineError where the disk has no space for a file of this size; an old file stays until the end."""
+    """Raises EngineError if the disk has no space for a file of this size; an old file stays until the end."""
     free_bytes = shutil.disk_usage(path.absolute().parent).free
     if size_bytes > free_bytes:
         why = f"it takes {format_bytes(size_bytes)}, {format_bytes(free_bytes)} are free"
-        raise EngineError(f"the disk has no space for {path}", why, "Make room, or name another disk.")
+        raise EngineError(f"the disk has no space for {path}", why, "Make space, or name another disk.")
 
 
 def _root(error: BaseException) -> BaseException:
@@ -61,7 +67,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _in_half(model: ir.Model) -> ir.Model:
-    """A copy whose FLOAT values are FLOAT16; the ops of our domain compute in FLOAT, between casts."""
+    """Copies a graph with FLOAT16 for FLOAT; the ops of our domain compute in FLOAT, between casts."""
     half = model.clone()
     graph = half.graph
     tables = {v for v in graph.initializers.values() if all(node.domain == DOMAIN for node, _ in v.uses())}
@@ -84,7 +90,7 @@ def _in_half(model: ir.Model) -> ir.Model:
 
 
 def _keep_in_float(graph: ir.Graph, node: ir.Node, widened: dict[ir.Value, ir.Value]) -> None:
-    """widened: by value in FLOAT16, what nodes before this one read of it in FLOAT."""
+    """Puts casts around a node. widened: FLOAT16 value → its FLOAT copy, which earlier nodes made."""
     for index, value in enumerate(node.inputs):
         if value is not None and value.dtype == ir.DataType.FLOAT16:
             if value not in widened:

@@ -1,4 +1,4 @@
-"""`engine build --dry-run`: what a build would make, and what it would take; nothing is written, no weight is read."""
+"""`engine build --dry-run`: predicts the result and the costs of a build; nothing is written, no weight is read."""
 
 import shutil
 from collections import Counter
@@ -33,45 +33,54 @@ from enginewright.passes.quant.method import Calibration
 from enginewright.runtime.device.machine import free_memory
 from enginewright.runtime.step.dims import StepCounter
 
-EVIDENCE_SECTIONS = 2  # goldens, quality report
+EVIDENCE_SECTIONS = 2  # goldens and quality report
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
 BASE_BYTES = 300_000_000
-COPIES = 4  # of activations in the plan's precision, that calibration or the gate has at once: they are FLOAT there
+# copies of activations, in the plan's precision, that calibration or the gate holds at once: they are FLOAT there
+COPIES = 4
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a build would make, and what it would take."""
+    """The predicted result and costs of a build."""
 
     output: Path  # the engine file
-    name: str
-    model_type: str
-    recipe: dict[str, Any]  # as the manifest would have it
-    kernels: dict[str, dict[str, int]]  # by target, how often each kernel is called
-    rewrites: dict[str, int]  # by pass, how many it makes
-    refusals: dict[str, list[str]]  # by pass, what it leaves as it is and why, in sentences
-    calibration: dict[str, Any] | None  # what is known of the samples; None where none are needed
-    notes: list[str]  # as in a BuildReport
-    file_bytes: int  # without what a build measures (goldens, a report: some kilobytes)
-    weight_bytes: dict[str, int]  # by dtype
-    kv_bytes_per_token: int
-    max_seq_len: int  # positions
-    disk_bytes: int  # the most that is taken at any time of the build
-    free_disk_bytes: int  # where the engine file would be
-    memory_bytes: int  # an estimate, without pages of files
-    free_memory_bytes: int  # of this machine
+    name: str  # name of the model
+    model_type: str  # `model_type` of its config.json
+    recipe: dict[str, Any]  # choices, as the manifest would have them
+    kernels: dict[str, dict[str, int]]  # target → kernel → number of calls
+    rewrites: dict[str, int]  # pass → number of rewrites
+    refusals: dict[str, list[str]]  # pass → reasons why it leaves parts as they are, in sentences
+    calibration: dict[str, Any] | None  # known facts about the samples; None if none are needed
+    notes: list[str]  # sentences as in a BuildReport
+    file_bytes: int  # bytes of the engine file, without measured sections (goldens, a report: some kilobytes)
+    weight_bytes: dict[str, int]  # dtype → bytes
+    kv_bytes_per_token: int  # bytes of a token in all KV caches
+    max_seq_len: int  # positions of the longest sequence
+    disk_bytes: int  # maximum of bytes on the disk at any time of the build
+    free_disk_bytes: int  # free bytes on the engine file's disk
+    memory_bytes: int  # estimate, without pages of files
+    free_memory_bytes: int  # free bytes of this machine
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the forecast to JSON's types."""
         return vars(self) | {"output": str(self.output), "targets": list(self.kernels)}
 
 
 def forecast(
     checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress, draft: Draft | None = None
 ) -> Forecast:
-    """What `build_engine` would do with the same arguments.
+    """Predicts the result of `build_engine` with the same arguments.
+
+    Args:
+        checkpoint: the checkpoint.
+        config: options of the build.
+        output: the engine file.
+        progress: receiver of progress.
+        draft: the draft, or None.
 
     Raises:
-        What it would raise: the model is not supported, or the options do not fit it.
+        EngineError: as `build_engine`: the model is not supported, or the options do not fit it.
     """
     if config.dump_graphs is not None:
         raise UsageError("--dry-run writes nothing", "and --dump-graphs does", "Leave one of them out.")
@@ -104,7 +113,7 @@ def forecast(
         weight_bytes=dict(weight_bytes),
         kv_bytes_per_token=assembly.kv_bytes_per_token,
         max_seq_len=assembly.max_seq_len,
-        # What writes texts to calibrate with is gone before the engine is begun; codes go when it is written.
+        # The engine that writes calibration texts is removed before the build; codes are removed after it.
         disk_bytes=max(file_bytes + _temporary_bytes(assembly), _file_bytes(writer) if writer else 0),
         free_disk_bytes=shutil.disk_usage(output.absolute().parent).free,
         memory_bytes=_memory_bytes(assembly, samples["tokens"] if samples else 0),
@@ -118,7 +127,7 @@ def _file_bytes(assembly: Assembly) -> int:
 
 
 def _temporary_bytes(assembly: Assembly) -> int:
-    """Of a method that chooses codes beforehand: those wait on disk, with an eighth more for scales."""
+    """Computes the bytes of codes that are chosen beforehand and wait on disk, with an eighth more for scales."""
     if not any(isinstance(each, Choose | Mix) for each in assembly.config.method.prepare(Calibration())):
         return 0
     forms = [weight.form for weight in assembly.weights.values() if weight.form.layout.startswith("r16")]
@@ -139,7 +148,7 @@ def _memory_bytes(assembly: Assembly, calibration_tokens: int) -> int:
 
 
 def _buffer_bytes(checkpoint: Checkpoint) -> int:
-    """Tensors of a GGUF file are dequantized whole, one at a time; others are read where they are mapped."""
+    """Computes the bytes of the largest GGUF tensor, which is dequantized as a whole; others are mapped."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return 0
     return max(4 * prod(info.shape) for info in checkpoint.tensors.values())

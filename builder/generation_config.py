@@ -1,4 +1,4 @@
-"""Checks generation_config.json in the build: what it gets wrong would otherwise fail each request."""
+"""Checks generation_config.json during the build: an error in it would otherwise fail each request."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,20 @@ from enginewright.runtime.text.generation_config import fault_of
 
 
 def check_generation_config(config: Mapping[str, Any], vocab_size: int) -> None:
-    """Raises EngineError, naming the key, where the runtime could not use the config or a file could not hold it."""
+    """Checks that the runtime can use a config, and that a file can hold it.
+
+    Args:
+        config: content of generation_config.json.
+        vocab_size: tokens of the vocabulary.
+
+    Raises:
+        EngineError: it cannot be used; the message names the key.
+    """
     fault = fault_of(config, vocab_size)
     if fault is None:
         try:
             msgspec.json.encode(dict(config))
-        except (ValueError, OverflowError, RecursionError) as error:  # half of a surrogate pair, for one
+        except (ValueError, OverflowError, RecursionError) as error:  # such as half of a surrogate pair
             fault = str(error)
     if fault is not None:
         raise EngineError(

@@ -1,7 +1,7 @@
 """Keys of config.json that cannot change what a model computes, with the reason.
 
-A key that is neither read nor listed is refused by name (`ConfigReader.refuse_unread`). What only some families have
-stands in the file of each: `HARMLESS` there.
+A key that is neither read nor listed is refused by name (`ConfigReader.refuse_unread`). Keys of some families only are
+in the file of each: `HARMLESS` there.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Harmless:
-    """Why a key may be there without being read."""
+    """The reason why a key need not be read."""
 
-    reason: str  # a sentence, of which the key is the subject
-    values: tuple[object, ...] | None = None  # under which it holds; None: whatever the value is
+    reason: str  # sentence whose subject is the key
+    values: tuple[object, ...] | None = None  # values for which it holds; None: any value
 
     def at(self, value: object) -> bool:
+        """Checks if the reason holds for a value."""
         return self.values is None or value in self.values
 
 
@@ -35,7 +36,7 @@ HARMLESS: Mapping[str, Harmless] = {
         "unsloth_version",
     ),
     **_all(
-        "It names a class of transformers, or code that is never run: model_type is what counts, and tensors that the "
+        "It names a class of transformers, or code that is never run: model_type alone counts, and tensors that the "
         "model has no place for are refused.",
         "architectures",
         "auto_map",
@@ -64,7 +65,7 @@ HARMLESS: Mapping[str, Harmless] = {
         "use_cache",
     ),
     **_all(
-        "It says what transformers returns beside the logits.",
+        "It says what transformers returns in addition to the logits.",
         "_output_attentions",
         "output_attentions",
         "output_hidden_states",
@@ -131,12 +132,12 @@ HARMLESS: Mapping[str, Harmless] = {
         "model_max_length",
     ),
     **_all(
-        "It matters beside an encoder alone, and is_encoder_decoder says that there is none.",
+        "It matters with an encoder only, and is_encoder_decoder says that there is none.",
         "is_decoder",
         "tie_encoder_decoder",
     ),
     "add_cross_attention": Harmless("The model attends to no encoder.", (False,)),
-    "is_causal": Harmless("Every token attends to those before it alone.", (True,)),
+    "is_causal": Harmless("Every token attends to those before it only.", (True,)),
     "is_encoder_decoder": Harmless("The model is a decoder alone.", (False,)),
     "pruned_heads": Harmless("All heads are there.", ({}, [])),
 }

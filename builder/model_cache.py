@@ -1,7 +1,7 @@
-"""`engine run MODEL`: the engine of a checkpoint, built once, and then found in the cache.
+"""`engine run MODEL`: builds the engine of a checkpoint once, and then finds it in the cache.
 
-A folder of the cache is named after the checkpoint and what was asked for, and holds one engine. Heavy imports wait
-until there is something to build: a second start needs none of them.
+A folder of the cache is named after the checkpoint and the options, and holds one engine. Heavy imports wait until
+there is something to build: a second start needs none of them.
 """
 
 import fcntl
@@ -28,10 +28,11 @@ from enginewright.targets import CPU, CUDA, SMS, choose_code, parse_targets
 if TYPE_CHECKING:
     from enginewright.builder.checkpoint import Checkpoint
 
-FOLDER = "engines"  # in the cache
-SOURCE_SUFFIXES = (".gguf", ".jinja", ".json", ".model", ".safetensors")  # of files that an engine may depend on
-WEIGHT_SHARE = 0.75  # of the memory, for weights; KV cache and activations have the rest
-# Methods by target, the closest to the model first, with the bytes that a weight takes.
+FOLDER = "engines"  # folder in the cache
+# suffixes of files that an engine may depend on
+SOURCE_SUFFIXES = (".gguf", ".jinja", ".json", ".model", ".safetensors")
+WEIGHT_SHARE = 0.75  # share of the memory for weights; KV cache and activations have the rest
+# Target → methods, the closest to the model first, with the bytes of a weight.
 CHOICES = {
     CPU: (("int8-wo", 1.1), ("int4-awq", 0.65)),
     CUDA: (("bf16", 2.0), ("int8-wo", 1.1), ("int4-awq", 0.65)),
@@ -41,13 +42,17 @@ CHOICES = {
 def engine_files(
     given: Sequence[Path], *, quant: str | None, device: str, memory: int | None, rebuild: bool
 ) -> Sequence[Path]:
-    """Engine files and folders of them as they are, and the engines of checkpoints in their place.
+    """Replaces checkpoints by their engines; engine files, and folders of them, stay as they are.
 
     Args:
-        quant, device, memory, rebuild: as of `cached_engine`.
+        given: engine files, folders and checkpoints.
+        quant: as in `cached_engine`.
+        device: as in `cached_engine`.
+        memory: as in `cached_engine`.
+        rebuild: as in `cached_engine`.
 
     Raises:
-        UsageError: an option is about builds, and there is no checkpoint; or as `cached_engine`.
+        UsageError: an option is about builds, and there is no checkpoint; or as in `cached_engine`.
     """
     checkpoints = {
         path
@@ -56,7 +61,9 @@ def engine_files(
     }
     if not checkpoints and (quant is not None or rebuild):
         name = "--rebuild" if quant is None else "--quant"
-        raise UsageError(f"{name} is for models", "what is named is built already", "Leave it out, or name a MODEL.")
+        raise UsageError(
+            f"{name} is for models", "all given files are already engines", "Leave it out, or name a MODEL."
+        )
     return [
         cached_engine(str(path), quant=quant, device=device, memory=memory, rebuild=rebuild)
         if path in checkpoints
@@ -68,25 +75,28 @@ def engine_files(
 def cached_engine(
     model: str, *, quant: str | None = None, device: str = "auto", memory: int | None = None, rebuild: bool = False
 ) -> Path:
-    """The engine of a checkpoint, which is built if the cache has none; what is done is said on stderr.
+    """Returns the engine of a checkpoint, which is built if the cache has none; stderr shows what is done.
 
-    A model of the hub is known by its name and revision: it is built again if somebody asks for that. Files are known
-    by their names, sizes and times.
+    A model of the hub is identified by its name and revision: it is built again only with `rebuild`. Files are
+    identified by their names, sizes and times.
 
     Args:
         model: a checkpoint's folder, a GGUF file, or a hub id.
-        quant: a method; None takes the closest to the model whose weights fit the memory.
-        device: what the engine is to run on, as of `open_engine`.
-        memory: bytes that it may take; None is what is free there.
-        rebuild: build it also where the cache has it.
+        quant: a method; None is the closest to the model whose weights fit the memory.
+        device: device that the engine will run on, as in `open_engine`.
+        memory: bytes that it may use; None is the free memory of the device.
+        rebuild: True builds it even if the cache has it.
 
     Raises:
-        UsageError, UnsupportedModelError, QualityGateError, EngineError: as a build.
+        UsageError: as in a build.
+        UnsupportedModelError: as in a build.
+        QualityGateError: as in a build.
+        EngineError: as in a build.
         NotEnoughMemoryError: no method makes it small enough.
     """
     target = _target(device)
-    asked = {"source": _identity(model), "quant": quant, "target": target, "version": __version__}
-    key = sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
+    identity = {"source": _identity(model), "quant": quant, "target": target, "version": __version__}
+    key = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     folder = env.cache_folder() / FOLDER / key
     with _locked(folder, model):
         found = sorted(folder.glob("*.engine"))
@@ -121,7 +131,7 @@ def _build(model: str, quant: str | None, target: str, memory: int | None, folde
 
 
 def _fitting_method(checkpoint: "Checkpoint", target: str, memory: int | None) -> str:
-    """The method closest to the model whose weights fit the memory."""
+    """Chooses the method closest to the model whose weights fit the memory."""
     on_gpu = target != CPU
     if memory is None:
         memory = _free_gpu_memory() if on_gpu else free_memory()
@@ -132,16 +142,16 @@ def _fitting_method(checkpoint: "Checkpoint", target: str, memory: int | None) -
             size = format_bytes(int(num_weights * weight_bytes))
             _say(f"{checkpoint.name} is built with {method}: {size} of weights, and {format_bytes(memory)} of memory")
             return method
-    least = int(num_weights * choices[-1][1] / WEIGHT_SHARE)
+    needed = int(num_weights * choices[-1][1] / WEIGHT_SHARE)
     raise NotEnoughMemoryError(
-        f"{checkpoint.name} takes {format_bytes(least)} with {choices[-1][0]}",
-        f"{format_bytes(memory)} are there for it",
+        f"{checkpoint.name} takes {format_bytes(needed)} with {choices[-1][0]}",
+        f"{format_bytes(memory)} are available for it",
         "Choose a method with --quant, or a smaller model.",
     )
 
 
 def _target(device: str) -> str:
-    """What to build for: the GPU that is here, if it is wanted and there is code for it, or the CPU."""
+    """Chooses the target: this machine's GPU, if it is requested and there is code for it, or the CPU."""
     kind, _, index = device.partition(":")
     if kind == CPU or num_gpus() == 0:
         return CPU
@@ -157,7 +167,7 @@ def _free_gpu_memory() -> int:
 
 
 def _identity(model: str) -> object:
-    """What an engine depends on, found without reading it: a hub id, or files with their sizes and times."""
+    """Identifies a checkpoint without reading it: a hub id, or files with their sizes and times."""
     path = Path(model)
     if not path.exists():
         return model
@@ -168,13 +178,13 @@ def _identity(model: str) -> object:
 
 @contextmanager
 def _locked(folder: Path, model: str) -> Iterator[None]:
-    """Make a folder, and wait until no other process builds into it."""
+    """Makes a folder, and waits until no other process builds into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         why = error.strerror or str(error)
-        raise EngineError(f"{folder} cannot be made", why, "XDG_CACHE_HOME names another place for it.") from error
+        raise EngineError(f"{folder} cannot be made", why, "XDG_CACHE_HOME names another folder.") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""The families of models that can be built, as a table: `engine build --list-models`, and docs/models.md.
+"""Lists the families of models that can be built: `engine build --list-models`, and docs/models.md.
 
-`python -m enginewright.builder.model_list > docs/models.md` writes the latter anew.
+`python -m enginewright.builder.model_list > docs/models.md` writes the latter.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from enginewright.builder.wrappers import WRAPPERS
 from enginewright.passes.quant import METHODS
 from enginewright.targets import CPU, CUDA
 
-# Families that tests build from published weights, and those weights; all others from random ones.
+# Family → published weights that its tests use; tests of all others use random ones.
 PUBLISHED_WEIGHTS = {"bert": "all-MiniLM-L6-v2", "llama": "SmolLM2-135M"}
 
 
@@ -20,14 +20,15 @@ PUBLISHED_WEIGHTS = {"bert": "all-MiniLM-L6-v2", "llama": "SmolLM2-135M"}
 class Family:
     """A row of the table."""
 
-    model_type: str  # of config.json
-    about: str  # a line
-    paper: str  # an address
-    gguf: tuple[str, ...]  # `general.architecture` of the GGUF files that are read
-    tested_against: str
+    model_type: str  # `model_type` of config.json
+    about: str  # description in one line
+    paper: str  # address of the paper
+    gguf: tuple[str, ...]  # `general.architecture` of the GGUF files that can be read
+    tested_against: str  # reference of the tests
 
 
 def families() -> list[Family]:
+    """Lists the families, each from the docstring of its file."""
     rows = []
     for model_type in model_types():
         about, _, paper = " ".join(str(module_of(model_type).__doc__).split()).rpartition(" https://")
@@ -39,17 +40,18 @@ def families() -> list[Family]:
 
 
 def wrappers() -> list[Family]:
-    """What holds a text model beside other parts, which are left out."""
+    """Lists models that contain a text model; their other parts are left out."""
     page = "https://huggingface.co/docs/transformers/model_doc"
     return [Family(name, found.about, f"{page}/{name}", (), "transformers") for name, found in WRAPPERS.items()]
 
 
 def module_of(model_type: str) -> object:
+    """Imports the file of a family."""
     return importlib.import_module(f"enginewright.builder.models.{model_type}")
 
 
 def as_text() -> str:
-    """A line a family."""
+    """Formats a line for each family."""
     rows = [*families(), *wrappers()]
     width = max(len(row.model_type) for row in rows)
     return "\n".join(f"{row.model_type:<{width}}  {row.about}" for row in rows)
@@ -57,7 +59,7 @@ def as_text() -> str:
 
 PAGE = """# Models
 
-An engine is built of a checkpoint whose `config.json` has one of these as its `model_type`. Each is one file of
+An engine is built from a checkpoint whose `config.json` has one of these as its `model_type`. Each is one file of
 `builder/models/`; a key of a config that it does not know is refused by name. This page is made from the code:
 `python -m enginewright.builder.model_list > docs/models.md`.
 
@@ -74,12 +76,13 @@ An engine is built of a checkpoint whose `config.json` has one of these as its `
 - **Tested against**: tiny models with random weights and awkward sizes give transformers' logits, as a graph in
   onnxruntime and as an engine; where weights are named, these as well.
 - **LongRoPE** (`phi3`) has factors for sequences up to a model's original length, and others for longer ones. Which
-  they are must not depend on a sequence, whose keys would have to be rotated anew as it grows: an engine has those of
+  they are must not depend on a sequence, whose keys would have to be rotated again as it grows: an engine has those of
   its longest one. `--max-seq-len 4k` gives a model whose original length is 4096 the factors for short ones.
 """
 
 
 def as_markdown() -> str:
+    """Formats docs/models.md."""
     rows = (
         f"| [`{row.model_type}`]({row.paper}) | {row.about} | "
         f"{', '.join(f'`{name}`' for name in row.gguf) or 'no'} | {row.tested_against} |"

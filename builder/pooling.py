@@ -1,4 +1,4 @@
-"""What an embedding model makes of the hidden states of a text, as its checkpoint says it."""
+"""Pooling of an embedding model: the steps from a text's hidden states to a vector, from its checkpoint."""
 
 from dataclasses import dataclass, field
 
@@ -7,19 +7,19 @@ from enginewright.embedding import EmbeddingConfig
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer behind the pooling."""
+    """A linear layer after the pooling."""
 
-    tensor: str  # its name in the checkpoint, without `.weight` and `.bias`
-    width: int  # columns of what it gives
-    bias: bool
+    tensor: str  # name in the checkpoint, without `.weight` and `.bias`
+    width: int  # output columns
+    bias: bool  # True if it has a bias
     activation: str  # "identity" or "tanh"
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """One vector of all hidden states of a text, and what becomes of that."""
+    """The steps from all hidden states of a text to one vector, and to the result."""
 
     kind: str  # one of plugins/elementwise/pool.py's POOLINGS
-    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)  # for the runtime
-    dense: tuple[Dense, ...] = ()
-    max_tokens: int | None = None  # of a text; None is what the model was made for
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)  # configuration of the runtime
+    dense: tuple[Dense, ...] = ()  # linear layers, in order
+    max_tokens: int | None = None  # limit of a text's tokens; None is the model's own

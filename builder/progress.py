@@ -1,23 +1,35 @@
-"""How a build tells people where it is; the command line draws it, other callers may ignore it."""
+"""Progress of a build; the command line displays it, other callers may ignore it."""
 
 from typing import Protocol
 
 
 class Progress(Protocol):
+    """A receiver of a build's progress."""
+
     def phase(self, name: str, total: int = 0) -> None:
-        """A phase begins.
+        """Starts a phase.
 
         Args:
-            total: of the work in it, in units of the phase's own (bytes, multiplications); 0 where nothing is counted.
+            name: name of the phase.
+            total: work in it, in units of its own (bytes, multiplications); 0 where nothing is counted.
         """
 
     def advance(self, amount: int) -> None:
-        """So much of the phase's work has been done since the last call."""
+        """Adds the work of the phase that was done since the last call."""
 
 
 class Silent:
+    """A receiver that ignores progress."""
+
     def phase(self, name: str, total: int = 0) -> None:
+        """Ignores the start of a phase.
+
+        Args:
+            name: name of the phase.
+            total: work in it.
+        """
         del name, total
 
     def advance(self, amount: int) -> None:
+        """Ignores finished work."""
         del amount

@@ -1,4 +1,4 @@
-"""`engine rebuild`: an engine is made again of what its manifest says it was made of, and compared with the first."""
+"""`engine rebuild`: builds an engine again from the inputs that its manifest names, and compares both."""
 
 import filecmp
 import tempfile
@@ -47,19 +47,24 @@ def rebuild(
     evidence: bool = True,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Build an engine once more; what differs, as `engine diff` has it.
-
-    same: whether the content is. same_bytes: whether the whole file is; None without `evidence`.
+    """Builds an engine again, and compares.
 
     Args:
-        model, draft: the checkpoints it was built of; None looks for them beside the engine, here, and in the cache of
-            the hub.
-        calib_data: what it was calibrated on, if that was not the model's own texts.
-        evidence: False leaves out what the quality gate measures, the longest part; the content does not depend on it.
-        output: where the new engine is kept; None keeps none.
+        engine: the engine file.
+        progress: receiver of progress.
+        model: the checkpoint that it was built from; None looks for it next to the engine, in the working directory,
+            and in the cache of the hub.
+        draft: the draft's checkpoint; None looks for it in the same places.
+        calib_data: the calibration data, if it was not the model's own texts.
+        evidence: False leaves out the quality gate, the longest part; the content does not depend on it.
+        output: file of the new engine; None keeps none.
+
+    Returns:
+        The differences, as in `engine diff`. `same` says if the content is the same, and `same_bytes` if the whole file
+        is; None without `evidence`.
 
     Raises:
-        UsageError: an input is not there, or is not what it was; it is named.
+        UsageError: an input is missing, or has changed; the message names it.
         CorruptEngineError: the engine is damaged.
         EngineError: the build fails.
     """
@@ -71,12 +76,12 @@ def rebuild(
     progress.phase("check the inputs")
     with _as_usage_errors():
         checkpoint = _model(engine, manifest, model)
-        beside = _draft(engine, manifest, draft)
+        opened_draft = _draft(engine, manifest, draft)
         config = _config(engine, manifest, quality if evidence else QualityReport("off"), checkpoint)
         config = _with_calibration(manifest, config, checkpoint, calib_data)
     with tempfile.TemporaryDirectory(prefix="enginewright-rebuild-") as folder:
         made = output or Path(folder, "made-again.engine")
-        build_engine(checkpoint, config, made, progress, beside)
+        build_engine(checkpoint, config, made, progress, opened_draft)
         report = diff.compare(engine, made) | {"b": str(output) if output else "made again"}
         if evidence:
             return report | {"same_bytes": filecmp.cmp(engine, made, shallow=False)}
@@ -86,17 +91,22 @@ def rebuild(
 
 
 def describe(report: Mapping[str, Any], *, every_line: bool = False) -> str:
-    """A comparison for people."""
+    """Formats a comparison.
+
+    Args:
+        report: result of `rebuild`.
+        every_line: True lists every difference.
+    """
     whole = {
         True: "the same, byte for byte",
-        False: "differs in its evidence alone" if report["same"] else "different",
+        False: "differs in its evidence only" if report["same"] else "different",
         None: "not compared (--no-evidence)",
     }
     return f"{diff.describe(report, every_line=every_line)}\nfile      {whole[report['same_bytes']]}"
 
 
 def _read(engine: Path) -> tuple[Manifest, QualityReport]:
-    """Raises UsageError where another release has built it: that is an input, too."""
+    """Reads manifest and quality report. Raises UsageError if another release built it: that is an input, too."""
     with _as_usage_errors(), EngineFile.open(engine) as file:
         if damaged := file.verify_sections():
             raise CorruptEngineError(f"{engine} is damaged", f"section {', '.join(damaged)}", "Get it again.")
@@ -104,7 +114,7 @@ def _read(engine: Path) -> tuple[Manifest, QualityReport]:
     if manifest.builder_version != __version__:
         raise UsageError(
             f"{engine} was built by enginewright {manifest.builder_version}",
-            f"this is {__version__}, and what it builds says so",
+            f"this is {__version__}, which writes its own version into engines",
             f"Run: pip install 'enginewright[build]=={manifest.builder_version}'",
         )
     return manifest, quality
@@ -112,7 +122,7 @@ def _read(engine: Path) -> tuple[Manifest, QualityReport]:
 
 @contextmanager
 def _as_usage_errors() -> Iterator[None]:
-    """The exit code 1 says that engines differ: what is wrong with an input has another one."""
+    """Gives errors of inputs another exit code than 1, which means that engines differ."""
     try:
         yield
     except EngineError as error:
@@ -122,22 +132,22 @@ def _as_usage_errors() -> Iterator[None]:
 
 
 def _role_with_files(manifest: Manifest) -> str | None:
-    """The role of what guesses, where that is of files of its own."""
+    """Returns the role of a draft that has files of its own."""
     return next((role for role in manifest.roles if "name" in manifest.recipe[role]), None)
 
 
 def _model(engine: Path, manifest: Manifest, ref: str | None) -> Checkpoint:
-    """The checkpoint of the engine's model."""
+    """Opens the checkpoint of the engine's model."""
     role = _role_with_files(manifest)
     sources = {
         name: digest for name, digest in manifest.sources.items() if role is None or not name.startswith(f"{role}/")
     }
-    ref = _place(engine, ref, manifest.name, sources, "--model")
+    ref = _locate(engine, ref, manifest.name, sources, "--model")
     return _checked(open_checkpoint(ref, check_config=check_config, name=manifest.name), ref, sources, "--model")
 
 
 def _draft(engine: Path, manifest: Manifest, ref: str | None) -> Draft | None:
-    """What guesses in the engine: another checkpoint or a head, which `ref` may name, or what needs none."""
+    """Opens the engine's draft: another checkpoint or a head, which `ref` may name, or one without files."""
     if (role := _role_with_files(manifest)) is not None:
         sources = {
             name.removeprefix(f"{role}/"): digest
@@ -145,20 +155,20 @@ def _draft(engine: Path, manifest: Manifest, ref: str | None) -> Draft | None:
             if name.startswith(f"{role}/")
         }
         name = str(manifest.recipe[role]["name"])
-        ref = _place(engine, ref, name, sources, "--draft")
+        ref = _locate(engine, ref, name, sources, "--draft")
         opened = find_head(Path(ref), name) or open_checkpoint(ref, check_config=check_config, name=name)
         return _checked(opened, ref, sources, "--draft")
     if ref is not None:
-        raise UsageError("--draft means nothing here", f"{engine} has no model beside its own")
+        raise UsageError("--draft means nothing here", f"{engine} has no other model than its own")
     if SKIP in manifest.roles:
         return FirstLayers(manifest.recipe[SKIP]["layers"])
     return Automatic() if manifest.speculate is not None else None
 
 
-def _place(engine: Path, ref: str | None, name: str, sources: Mapping[str, str], option: str) -> str:
-    """Where a checkpoint of these files is."""
+def _locate(engine: Path, ref: str | None, name: str, sources: Mapping[str, str], option: str) -> str:
+    """Finds the checkpoint with these files."""
     if not sources:
-        raise UsageError(f"{engine} cannot be made again", "it does not say what files it was built of")
+        raise UsageError(f"{engine} cannot be made again", "its manifest names no source files")
     ref = ref or _find(engine, name, sources, option)
     if Path(ref).is_dir() and (missing := [one for one in sources if not Path(ref, one).is_file()]):
         raise _other_inputs(ref, [f"{one} is missing" for one in missing], option)
@@ -166,7 +176,7 @@ def _place(engine: Path, ref: str | None, name: str, sources: Mapping[str, str],
 
 
 def _checked(source: Source, ref: str, sources: Mapping[str, str], option: str) -> Source:
-    """The same, with the very files that it had."""
+    """Checks that a checkpoint has exactly the files that the engine was built from."""
     if differing := [*_differing(sources, source.source_hashes())]:
         raise _other_inputs(ref, differing, option)
     return source
@@ -177,35 +187,35 @@ def _differing(sources: Mapping[str, str], found: Mapping[str, str]) -> Iterator
         if name not in found:
             yield f"{name} is missing"
         elif name not in sources:
-            yield f"{name} is there, and was not"
+            yield f"{name} is new"
         elif sources[name] != found[name]:
             yield f"{name} has changed (sha256 {found[name][:12]}…, it was {sources[name][:12]}…)"
 
 
 def _other_inputs(ref: str, differing: list[str], option: str) -> UsageError:
-    what = f"{ref} is not what the engine was built of"
+    what = f"{ref} is not what the engine was built from"
     return UsageError(what, ", ".join(differing), f"Name the checkpoint as it was then with {option}.")
 
 
 def _find(engine: Path, name: str, sources: Mapping[str, str], option: str) -> str:
-    """A checkpoint of these files, beside the engine, in the working directory, or in the cache of the hub."""
+    """Finds a checkpoint with these files: next to the engine, in the working directory, or in the hub's cache."""
     near = [engine.absolute().parent, Path.cwd()]
     cache = Path(constants.HF_HUB_CACHE)
     snapshots = sorted(cache.glob(f"models--*--{name}/snapshots/*"))
     folders = [*(folder / name for folder in near), *near, *snapshots]
     found = [folder for folder in folders if all((folder / one).is_file() for one in sources)]
     if not found:
-        places = ", ".join(str(place) for place in dict.fromkeys((*near, cache)))
-        what = f"the checkpoint {name} is not found"
-        raise UsageError(what, f"its files are in none of {places}", f"Name it with {option}.")
-    same = [folder for folder in found if CONFIG in sources and sha256(folder / CONFIG) == sources[CONFIG]]
-    folder = (same or found)[0]
+        searched = ", ".join(str(path) for path in dict.fromkeys((*near, cache)))
+        what = f"the checkpoint {name} was not found"
+        raise UsageError(what, f"its files are in none of {searched}", f"Name it with {option}.")
+    matching = [folder for folder in found if CONFIG in sources and sha256(folder / CONFIG) == sources[CONFIG]]
+    folder = (matching or found)[0]
     ggufs = [one for one in sources if one.lower().endswith(".gguf")]
     return str(folder / ggufs[0] if ggufs else folder)
 
 
 def _config(engine: Path, manifest: Manifest, quality: QualityReport, checkpoint: Checkpoint) -> BuildConfig:
-    """What the build was asked for, as far as it changes anything."""
+    """Restores the options of the build, as far as they change the result."""
     recipe = manifest.recipe
     gate = None
     if quality.gate != "off":
@@ -226,7 +236,7 @@ def _config(engine: Path, manifest: Manifest, quality: QualityReport, checkpoint
 
 
 def _quant(engine: Path, recipe: Mapping[str, Any], checkpoint: Checkpoint) -> QuantConfig | None:
-    """None, as a build without `--quant` has it, where weights are as the checkpoint has them."""
+    """Restores the method; None, as without `--quant`, if weights are as the checkpoint has them."""
     name = recipe["quant"]
     if name in (Bf16.name, format_name(checkpoint)):
         return None
@@ -245,9 +255,9 @@ def _with_calibration(
             raise UsageError("--calib-data means nothing here", f"{manifest.name} was calibrated on no data")
         return replace(config, calib_size=recorded["samples"]) if recorded else config
     if calib_data is None:
-        why = f"it is not in the engine: {recorded['samples']} texts, sha256 {recorded['sha256']}"
-        raise UsageError("the calibration data is not found", why, "Name it with --calib-data.")
-    for size in (recorded["samples"], None):  # of a file with fewer texts than were asked for
+        why = f"the engine does not contain it: {recorded['samples']} texts, sha256 {recorded['sha256']}"
+        raise UsageError("the calibration data was not found", why, "Name it with --calib-data.")
+    for size in (recorded["samples"], None):  # the file may have had fewer texts than requested
         tried = replace(config, calib_data=calib_data, calib_size=size)
         if is_remote(calib_data) or foresee_samples(checkpoint, tried) == recorded | {"source": calib_data}:
             return tried

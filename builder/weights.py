@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as initializers that are read when somebody asks for their values, and not before."""
+"""A checkpoint's tensors as initializers, which are read when their values are needed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,32 +12,41 @@ from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
 from enginewright.passes.quant.act_order import ActOrdered
 from enginewright.passes.quant.method import forget_format, pick_weight, stack_weights, stored
-from enginewright.passes.weights import RowReader, RowsTensor, open_rows, shape_of, turned_by_head
+from enginewright.passes.weights import RowReader, RowsTensor, open_rows, shape_of, transposed_by_head
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-NAMES_SHOWN = 5
-ELEMENTS_COMPARED = 1 << 20  # of two weights, in memory at once
+NAMES_SHOWN = 5  # names of tensors that an error lists
+ELEMENTS_COMPARED = 1 << 20  # elements of two weights that are compared at once
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor is that the checkpoint has in another shape. Names are without `.weight` and `.bias`."""
+    """The position of a layer inside a larger tensor of the checkpoint. Names have no `.weight` or `.bias`."""
 
-    whole: str  # the checkpoint's name of the tensor that it is a part of
-    height: int  # rows of that
-    rows: Sequence[int]  # which of them it has, in this order
-    transposed: bool = False  # the checkpoint has weights [in, out]
+    whole: str  # name of the larger tensor in the checkpoint
+    height: int  # rows of the larger tensor
+    rows: Sequence[int]  # its rows that belong to the layer, in this order
+    transposed: bool = False  # True if the checkpoint has weights [in, out]
 
 
 class Weights:
-    """Hands out initializers: one a tensor, the same one every time.
+    """Makes initializers: one for each tensor, the same one every time.
 
-    Values are rounded to bfloat16, the precision that engines are built from, and presented as FLOAT; weights that are
-    stored quantized are presented as FLOAT, too, and keep their form. Nothing that was read is kept.
+    Values are rounded to bfloat16, the precision that engines are built from, and presented as FLOAT. Weights that are
+    stored quantized are presented as FLOAT, too, and keep their format. Nothing that was read is kept.
+
+    Attributes:
+        tensors: tensors of the checkpoint.
+        harmless: end of a tensor's name → the reason why it need not be read.
     """
 
     def __init__(self, tensors: Tensors, format: Format | None = None) -> None:
-        """format: of the weights that are stored quantized, where some are; it has the same `tensors`."""
+        """Starts without initializers.
+
+        Args:
+            tensors: tensors of the checkpoint.
+            format: format of the weights that are stored quantized, if any; it has the same `tensors`.
+        """
         self.tensors = tensors
         self._format = format
         self._values: dict[str, ir.Value] = {}
@@ -52,15 +61,20 @@ class Weights:
 
     @property
     def reads(self) -> int:
-        """How often a tensor was read."""
+        """Number of tensor reads."""
         return self.tensors.reads
 
     def tensor(self, name: str, shape: tuple[int, ...], offset: float = 0.0, scale: float = 1.0) -> ir.Value:
-        """The initializer of a tensor; `offset` is added to its values, and `scale` multiplies the sum, in fp32 after
-        the rounding.
+        """Makes the initializer of a tensor.
+
+        Args:
+            name: name of the tensor.
+            shape: shape of the tensor.
+            offset: added to its values, in fp32 after the rounding.
+            scale: factor on the sum, in fp32.
 
         Raises:
-            EngineError: there is no such tensor, or it is of another shape.
+            EngineError: there is no such tensor, or it has another shape.
             UnsupportedModelError: it is stored in a form that is not implemented.
         """
         if name not in self._values:
@@ -68,24 +82,33 @@ class Weights:
         return self._values[name]
 
     def by_head(self, name: str, shape: tuple[int, int], heads: int = 0) -> ir.Value:
-        """As `tensor`, of a weight that each head has its own rows of. In a format it is restored: no kernel of heads
-        reads one.
+        """Makes the initializer of a weight in which each head has its own rows.
+
+        A quantized one is restored: no kernel for heads reads a format.
 
         Args:
-            heads: if it is not 0, each head's rows become its columns: [heads · shape[1], shape[0] / heads].
+            name: name of the tensor.
+            shape: its shape.
+            heads: number of heads whose rows become columns: [heads · shape[1], shape[0] / heads]; 0 leaves them.
         """
         if name not in self._values:
             value = self._placed(name, shape)
             if self._format and stored(value):
                 self._format.note(
-                    "a projection of heads' own, which no kernel has in its format, is restored to bfloat16"
+                    "a projection of each head, for which no kernel reads this format, is restored to bfloat16"
                 )
                 forget_format(value)
-            self._values[name] = turned_by_head(name, value, heads) if heads else value
+            self._values[name] = transposed_by_head(name, value, heads) if heads else value
         return self._values[name]
 
     def taps(self, name: str, channels: int, width: int) -> ir.Value:
-        """The initializer [channels, width] of a depthwise convolution's weight, stored as [channels, 1, width]."""
+        """Makes the initializer [channels, width] of a depthwise convolution's weight, stored as [channels, 1, width].
+
+        Args:
+            name: name of the tensor.
+            channels: number of channels.
+            width: taps of a channel.
+        """
         if name not in self._values:
             stem, _, kind = name.rpartition(".")
             place = self._stored.get(stem, _Stored(stem, channels, range(channels)))
@@ -96,31 +119,43 @@ class Weights:
         return self._values[name]
 
     def inside(self, prefix: str) -> None:
-        """What blocks call `model.…` has the name `prefix.…` in the checkpoint, or `…` without a prefix."""
+        """Maps names `model.…` of the blocks to `prefix.…` in the checkpoint, or to `…` without a prefix."""
         self._inside = f"{prefix}." if prefix else ""
 
     def renamed(self, end: str, stored: str) -> None:
-        """Tensors whose name ends in `end` may end in `stored` instead in the checkpoint."""
+        """Lets tensors whose name ends in `end` end in `stored` in the checkpoint.
+
+        Args:
+            end: end of the name in the blocks.
+            stored: end of the name in the checkpoint.
+        """
         self._renamed[end] = stored
 
     def leave_out(self, prefix: str, note: str) -> None:
-        """Tensors whose name begins with `prefix` are left over, and people are told: note, of the weights."""
+        """Leaves out tensors, and notes that for users.
+
+        Args:
+            prefix: prefix of their names.
+            note: sentence about the weights.
+        """
         names = set(self._names(prefix))
         self._left_out |= names
         if names:
             self._notes[note] = self._notes.get(note, 0) + len(names)
 
     def is_tied(self, head: str, table: str, shape: tuple[int, int]) -> bool:
-        """True if a head whose weight should be an embedding's table is that table.
+        """Checks if a head that should share an embedding's table does.
 
-        It is not where the checkpoint has another weight for it, which is then used, with a note: transformers unties
-        the two as well. Where the checkpoint has both, both are read here, some rows at a time.
+        It does not if the checkpoint has another weight for it, which is then used, with a note: transformers unties
+        the two as well. If the checkpoint has both, both are read here, some rows at a time.
 
         Args:
-            head, table: names of the tensors.
+            head: name of the head's weight.
+            table: name of the embedding's table.
+            shape: shape of both.
 
         Raises:
-            EngineError: they are of another shape.
+            EngineError: they have another shape.
             UnsupportedModelError: they are stored in a form that is not implemented.
         """
         own = f"{head.removesuffix('.weight')}."
@@ -133,58 +168,76 @@ class Weights:
         return False
 
     def has_any(self, prefix: str) -> bool:
-        """Whether the checkpoint has a tensor whose name begins so."""
+        """Checks if the checkpoint has a tensor with this prefix."""
         return bool(self._names(prefix))
 
     @property
     def notes(self) -> dict[str, int]:
-        """What people should know of weights, and of how many."""
+        """Facts about weights that users should know → number of weights."""
         return {**self._notes, **(self._format.notes if self._format else {})}
 
     def cut(self, whole: str, parts: Mapping[str, Sequence[int]], transposed: bool = False) -> None:
-        """A linear layer of the checkpoint whose rows are several layers': each has its own, in its own order.
+        """Declares a linear layer of the checkpoint whose rows belong to several layers.
 
         Args:
-            whole: the checkpoint's name, without `.weight` and `.bias`.
-            parts: name of a layer, as blocks ask for it → its rows. All rows have a place.
-            transposed: the checkpoint has the weight [in, out].
+            whole: name in the checkpoint, without `.weight` and `.bias`.
+            parts: name of a layer in the blocks → its rows, in its order. Every row belongs to a layer.
+            transposed: True if the checkpoint has the weight [in, out].
         """
         height = sum(len(rows) for rows in parts.values())
         for name, rows in parts.items():
             self._stored[name] = _Stored(whole, height, rows, transposed)
 
     def borrow(self, name: str, value: ir.Value) -> None:
-        """A tensor that the checkpoint lacks is an initializer of another graph, whose name it keeps."""
+        """Uses an initializer of another graph, which keeps its name, for a tensor that the checkpoint lacks.
+
+        Args:
+            name: name of the tensor.
+            value: the initializer.
+        """
         self._values[name] = ir.Value(
             name=value.name, type=value.type, shape=value.shape, const_value=value.const_value
         )
 
     def reorder(self, name: str, order: Sequence[int]) -> None:
-        """Rows of a layer, or numbers of a vector, are from now on in this order, of what they were."""
-        place = self._stored.get(name, _Stored(name, len(order), range(len(order))))
-        self._stored[name] = replace(place, rows=[place.rows[row] for row in order])
-
-    def multiply(self, name: str, *factors: tuple[int, float]) -> None:
-        """Rows of a layer's weight (not of its bias) are multiplied in fp32, after their rounding. In a format it is
-        restored.
+        """Reorders rows of a layer, or numbers of a vector.
 
         Args:
+            name: name of the layer.
+            order: current index of each row in the new order.
+        """
+        position = self._stored.get(name, _Stored(name, len(order), range(len(order))))
+        self._stored[name] = replace(position, rows=[position.rows[row] for row in order])
+
+    def multiply(self, name: str, *factors: tuple[int, float]) -> None:
+        """Multiplies rows of a layer's weight, not its bias, in fp32 after rounding; a quantized one is restored.
+
+        Args:
+            name: name of the layer.
             factors: (rows, their factor), for all rows.
         """
         self._factors[f"{name}.weight"] = torch.cat([torch.full((rows, 1), factor) for rows, factor in factors])
 
     def table(self, name: str, shape: tuple[int, ...]) -> ir.Value:
-        """As `tensor`, of a weight whose rows are looked up. In formats that no kernel looks up it is restored."""
+        """Makes the initializer of a weight whose rows are looked up; one in a format without lookup is restored.
+
+        Args:
+            name: name of the tensor.
+            shape: its shape.
+        """
         value = self.tensor(name, shape)
-        already = stored(value)
-        if self._format and already and already.stored_as.tables != already.stored_as:
+        existing = stored(value)
+        if self._format and existing and existing.stored_as.tables != existing.stored_as:
             self._format.note("an embedding, which no kernel looks up in its format, is restored to bfloat16")
             forget_format(value)
         return value
 
     def exact(self, name: str, columns: int) -> ir.Value:
-        """A vector in fp32 as it is stored, perhaps as [1, columns] or [1, 1, columns, 1]: of numbers that are
-        compared, or in exponents.
+        """Makes the initializer of a vector in fp32, unrounded: for numbers that are compared, or exponents.
+
+        Args:
+            name: name of the tensor, stored as [columns], [1, columns] or [1, 1, columns, 1].
+            columns: its length.
         """
         if name not in self._values:
             read = self._take(name, (columns,), (1, columns), (1, 1, columns, 1))
@@ -197,13 +250,16 @@ class Weights:
         return self._values[name]
 
     def stacked(self, name: str, parts: Sequence[str], shape: tuple[int, ...], factors: str | None = None) -> ir.Value:
-        """Tensors of one shape, one behind the other along the rows, as one initializer of this name.
+        """Makes one initializer from tensors of one shape, one after another along the rows.
 
         Args:
-            factors: as `fused` has it, of the parts.
+            name: name of the result.
+            parts: names of the tensors.
+            shape: shape of each.
+            factors: as in `fused`, for the parts.
 
         Raises:
-            EngineError: one is not there, or is of another shape.
+            EngineError: one is missing, or has another shape.
             UnsupportedModelError: they are stored in different formats, or in one that is not implemented.
         """
         if name not in self._values:
@@ -217,11 +273,11 @@ class Weights:
         return self._values[name]
 
     def has_fused(self, name: str) -> bool:
-        """Whether the matrices of all experts are in one tensor of this name, or in those of a format."""
+        """Checks if the matrices of all experts are in one tensor of this name, or in a format's tensors."""
         return any(self._has(stored) for stored in (name, f"{name}_blocks"))
 
     def first_of(self, *names: str) -> str:
-        """The first of some names of a tensor that the checkpoint has; the last one, if it has none."""
+        """Returns the first of a tensor's names that the checkpoint has; the last one, if it has none."""
         return next((name for name in names if self._has(name)), names[-1])
 
     def fused(
@@ -232,13 +288,16 @@ class Weights:
         order: Sequence[int] | None = None,
         factors: str | None = None,
     ) -> ir.Value:
-        """The matrices of all experts, [experts, rows, columns], from one tensor: [experts · rows, columns]; and so
-        vectors, [experts, rows]: [experts · rows].
+        """Makes an initializer from one tensor with the matrices of all experts: [experts · rows, columns].
+
+        Vectors, [experts, rows], become [experts · rows].
 
         Args:
-            transposed: they are stored as [experts, columns, rows].
-            order: of the rows of each, as they are stored.
-            factors: a tensor [experts], which multiplies their matrices in fp32. In a format they are restored.
+            name: name of the tensor.
+            shape: [experts, rows, columns] or [experts, rows].
+            transposed: True if they are stored as [experts, columns, rows].
+            order: stored index of each row of an expert.
+            factors: name of a tensor [experts] that multiplies their matrices in fp32; quantized ones are restored.
         """
         if name not in self._values:
             experts, rows, *columns = shape
@@ -253,21 +312,26 @@ class Weights:
             if factors is not None:
                 value = self._by_expert(name, value, factors, experts)
             if order is not None:
-                places = torch.arange(0, experts * rows, rows)[:, None] + torch.tensor(order)
-                value = pick_weight(name, value, places.flatten())
+                positions = torch.arange(0, experts * rows, rows)[:, None] + torch.tensor(order)
+                value = pick_weight(name, value, positions.flatten())
             self._values[name] = value
         return self._values[name]
 
     def ignore(self, suffix: str, reason: str) -> None:
-        """Tensors whose name ends in `suffix` may be left over. reason: as HARMLESS_TENSORS has it."""
+        """Allows tensors to be left over.
+
+        Args:
+            suffix: end of their names.
+            reason: as in HARMLESS_TENSORS.
+        """
         self.harmless[suffix] = reason
 
     def __iter__(self) -> Iterator[ir.Value]:
-        """The initializers handed out, in the order of their first use."""
+        """Yields the initializers, in the order of their first use."""
         return iter(self._values.values())
 
     def refuse_left_over(self, prefix: str = "") -> None:
-        """Raise an error that names the tensors that the model did not ask for, of those whose name begins so."""
+        """Raises UnsupportedModelError if tensors with this prefix were not requested; it names them."""
         left_over = sorted(self.tensors.names - self.tensors.taken - self._left_out)
         harmless = tuple(self.harmless)
         left_over = [name for name in left_over if name.startswith(prefix) and not name.endswith(harmless)]
@@ -278,11 +342,11 @@ class Weights:
             raise UnsupportedModelError(
                 f"{len(left_over)} of the checkpoint's {len(self.tensors.names)} tensors are not used",
                 f"{', '.join(left_over[:NAMES_SHOWN])}{more}",
-                "The model has parts that are not implemented, or its config.json does not say that they are there.",
+                "The model has parts that are not implemented, or its config.json does not declare them.",
             )
 
     def note_none_quantized(self) -> None:
-        """Tell people of a checkpoint whose config names a format that none of its weights has."""
+        """Notes for users that the config names a format that none of the weights has."""
         if self._format is None or self._any_quantized:
             return
         for value in self._values.values():
@@ -293,7 +357,7 @@ class Weights:
         return [name for name in self.tensors.names if name.startswith(prefix)]
 
     def _placed(self, name: str, shape: tuple[int, ...], offset: float = 0.0, scale: float = 1.0) -> ir.Value:
-        """From where `cut` and `reorder` say that it is."""
+        """Makes an initializer, of the rows that `cut` and `reorder` declared."""
         place = self._stored.get(name.rpartition(".")[0])
         if place is None:
             return self._whole(name, shape, offset, scale)
@@ -316,7 +380,7 @@ class Weights:
     def _whole(
         self, name: str, shape: tuple[int, ...], offset: float, scale: float, transposed: bool = False
     ) -> ir.Value:
-        """As the checkpoint has it, but not transposed."""
+        """Makes an initializer of a whole tensor of the checkpoint, transposed back if it is stored [in, out]."""
         matrix = len(shape) == 2
         quantized = self._format.weight(self._stored_as(name), shape) if self._format and matrix else None
         self._any_quantized |= quantized is not None
@@ -324,22 +388,22 @@ class Weights:
             return self._multiplied(name, quantized.initializer())
         across = transposed and matrix
         read = self._take(name, shape[::-1] if across else shape)
-        turned = (lambda: read().t()) if across else read
-        tensor = RowsTensor(name, torch.float32, shape, lambda: _rounded(turned, offset, scale))
+        oriented = (lambda: read().t()) if across else read
+        tensor = RowsTensor(name, torch.float32, shape, lambda: _rounded(oriented, offset, scale))
         return self._multiplied(name, tensor.initializer())
 
     def _multiplied(self, name: str, value: ir.Value) -> ir.Value:
-        """As `multiply` has it."""
+        """Applies the factors of `multiply`."""
         factors = self._factors.get(name)
         return value if factors is None else self._by_rows(name, value, lambda: factors)
 
     def _by_expert(self, name: str, value: ir.Value, factors: str, experts: int) -> ir.Value:
-        """The rows of each expert times its factor, of a tensor [experts], in fp32."""
+        """Multiplies the rows of each expert by its factor, from a tensor [experts], in fp32."""
         read, rows = self._take(factors, (experts,)), shape_of(value)[0] // experts
         return self._by_rows(name, value, lambda: read().float().repeat_interleave(rows)[:, None])
 
     def _by_rows(self, name: str, value: ir.Value, read_factors: Callable[[], torch.Tensor]) -> ir.Value:
-        """Rows times their factors, [rows, 1], in fp32."""
+        """Multiplies rows by their factors, [rows, 1], in fp32."""
         if self._format and stored(value):
             self._format.note("a weight that the model multiplies by a factor is restored to bfloat16")
 
@@ -351,7 +415,7 @@ class Weights:
 
 
 def _same(one: ir.Value, other: ir.Value, shape: tuple[int, int]) -> bool:
-    """True if two weights [N, K] have the same numbers."""
+    """Checks if two weights [N, K] have the same numbers."""
     (count, columns), readers = shape, (open_rows(one), open_rows(other))
     step = max(ELEMENTS_COMPARED // columns, 1)
     pieces = ((begin, min(begin + step, count)) for begin in range(0, count, step))
@@ -371,8 +435,9 @@ def _rounded(read: Read, offset: float = 0.0, scale: float = 1.0) -> RowReader:
 
 
 def _of_experts(values: torch.Tensor, rows: int, transposed: bool) -> RowReader:
-    """Rows of all experts, counted through, of a tensor [experts, rows, columns], or [experts, columns, rows] if it is
-    transposed, or of vectors [experts, rows].
+    """Reads rows of all experts, counted through.
+
+    The tensor is [experts, rows, columns], or [experts, columns, rows] if it is transposed, or vectors [experts, rows].
     """
 
     def read(begin: int, end: int) -> torch.Tensor:

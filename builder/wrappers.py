@@ -1,4 +1,4 @@
-"""Models that hold a text model beside other parts, such as a vision tower: the text model is built, the rest named."""
+"""Models with a text model and other parts, such as a vision tower: the text model is built, the rest left out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ _OTHERS = "It is about pictures or sounds, which are left out."
 
 @dataclass(frozen=True)
 class Wrapper:
-    """How a text model lies in another one."""
+    """The position of a text model in another one."""
 
-    about: str  # a line, for people
-    text_type: str  # the text model's type, where its config does not say it
-    defaults: Mapping[str, Any]  # what transformers takes where the text model's config says nothing
+    about: str  # description in one line, for users
+    text_type: str  # the text model's type, if its config has none
+    defaults: Mapping[str, Any]  # values of transformers for keys that the text model's config lacks
     harmless: tuple[str, ...]  # keys of the whole config that are about the other parts
-    # Which those are: beginnings of tensors' names, with `model.` before them, or without.
+    # Prefixes of the other parts' tensors, with `model.` before them, or without.
     left_out: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
 
 
@@ -35,7 +35,7 @@ _OF_GEMMA = {
 }
 _OF_QWEN = ("image_token_id", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id")
 
-# By the `model_type` of the whole.
+# `model_type` of the whole → position of the text model.
 WRAPPERS = {
     "gemma3": Wrapper(
         "Gemma 3 with pictures: its text model, gemma3_text.",
@@ -78,7 +78,7 @@ WRAPPERS = {
         ("visual",),
     ),
 }
-# Beginnings of names: in the whole → in the text model alone. transformers has had both orders.
+# Prefix of names in the whole → in the text model alone. transformers has had both orders.
 RENAMED = {
     "language_model.lm_head.": "lm_head.",
     "language_model.model.": "model.",
@@ -87,10 +87,10 @@ RENAMED = {
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model: the whole one, where the model is nothing else.
+    """Returns the config of the text model: the whole one, if the model has no other parts.
 
     Raises:
-        UnsupportedModelError: the whole config asks for something else that is not known.
+        UnsupportedModelError: the whole config has an unknown key.
     """
     wrapper = WRAPPERS.get(str(config.get("model_type")))
     if wrapper is None:
@@ -98,7 +98,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     whole = ConfigReader(config)
     whole.read(str, "model_type")
     text = {"model_type": wrapper.text_type, **wrapper.defaults, **whole.read(dict, "text_config")}
-    for kind, key in ((dict, "quantization_config"), (bool, "tie_word_embeddings")):  # of the whole, which counts
+    # those of the whole config take precedence
+    for kind, key in ((dict, "quantization_config"), (bool, "tie_word_embeddings")):
         if (value := whole.read(kind, key, default=None)) is not None:
             text[key] = value
     whole.refuse_unread(dict.fromkeys(wrapper.harmless, Harmless(_OTHERS)))
@@ -106,7 +107,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class TextPart:
-    """The text model of a checkpoint that holds more, as builder/tensors.py asks for tensors."""
+    """The text model of a checkpoint with other parts, as a source of tensors."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -122,6 +123,7 @@ class TextPart:
                 self.notes[f"{part} is left out, since only texts can be read"] = count
 
     def read(self, name: str) -> torch.Tensor:
+        """Reads a tensor by its name in the text model."""
         return self._checkpoint.read(self._sources[name])
 
 

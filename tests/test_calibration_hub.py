@@ -60,10 +60,10 @@ def test_one_of_several_files_has_to_be_named(remote: Hub) -> None:
 def test_what_is_not_read_is_not_fetched(remote: Hub) -> None:
     del remote.files["data/train.jsonl"]
     remote.files["data/train-0.parquet"] = b"PAR1"
-    with pytest.raises(UsageError, match=r"data/train-0\.parquet: not a form that is read here") as refused:
+    with pytest.raises(UsageError, match=r"data/train-0\.parquet: this form cannot be read") as refused:
         read_texts("owner/Texts")
     assert refused.value.exit_code == 2 and remote.fetched == []
-    with pytest.raises(UsageError, match=r"\.parquet: not a form that is read here"):
+    with pytest.raises(UsageError, match=r"\.parquet: this form cannot be read"):
         read_texts("owner/Texts:data/train-0.parquet")
 
 

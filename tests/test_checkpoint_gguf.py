@@ -142,7 +142,7 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, case: str
         writer.add_tensor("blk.3.nextn.eh_proj.weight", np.ones((3, 5), np.float32))
         finish(writer)
         if guesses == 4:
-            with pytest.raises(EngineError, match="4 of the GGUF file's 4 layers are said to guess further tokens"):
+            with pytest.raises(EngineError, match="declares 4 of its 4 layers as multi-token prediction"):
                 open_checkpoint(str(tmp_path / "tiny.gguf"))
             continue
         checkpoint = open_checkpoint(str(tmp_path / "tiny.gguf"))
@@ -180,7 +180,7 @@ def test_granite_4_without_states_is_granite(tmp_path: Path) -> None:
     [
         ("gpt-oss", "attention.sliding_window", None, r"gpt-oss\.attention\.sliding_window is missing"),
         ("qwen35", "ssm.state_size", None, r"qwen35\.ssm\.state_size is missing"),
-        ("qwen35", "ssm.inner_size", 109, r"ssm\.inner_size is 109: no multiple of ssm\.time_step_rank, 6"),
+        ("qwen35", "ssm.inner_size", 109, r"ssm\.inner_size is 109: not a multiple of ssm\.time_step_rank, 6"),
         ("qwen35", "ssm.group_count", 4, r"blk\.0\.ssm_\w+ has shape \[6\]: it does not fit the file's metadata"),
         ("deepseek2", "attention.kv_lora_rank", None, r"deepseek2\.attention\.kv_lora_rank is missing"),
         ("glm4moe", "expert_gating_func", 1, r"glm4moe\.expert_gating_func = 1 is not implemented"),
@@ -189,8 +189,8 @@ def test_granite_4_without_states_is_granite(tmp_path: Path) -> None:
         ("lfm2", "attention.head_count_kv", [1, 0, 3], "attention.head_count_kv is 1 and 3 in different layers"),
         ("lfm2", "attention.head_count_kv", [0, 0, 0], "attention.head_count_kv is 0 in all layers"),
         ("lfm2", "attention.head_count_kv", None, r"lfm2\.attention\.head_count_kv is missing"),
-        ("nemotron_h", "ssm.inner_size", 109, r"ssm\.inner_size is 109: no multiple of ssm\.time_step_rank, 6"),
-        ("granitehybrid", "ssm.inner_size", 84, r"granitehybrid\.ssm\.inner_size is 84, no multiple of 40"),
+        ("nemotron_h", "ssm.inner_size", 109, r"ssm\.inner_size is 109: not a multiple of ssm\.time_step_rank, 6"),
+        ("granitehybrid", "ssm.inner_size", 84, r"granitehybrid\.ssm\.inner_size is 84, which is not a multiple of 40"),
         ("seed_oss", "nextn_predict_layers", 1, r"seed_oss\.nextn_predict_layers = 1 is not implemented"),
         ("gemma4", "attention.key_length_swa", None, r"gemma4\.attention\.key_length_swa is missing"),
         ("gemma4", "attention.value_length_swa", 8, r"gemma4\.attention\.value_length_swa = 8 is not implemented"),
@@ -265,7 +265,7 @@ def test_gemma4_with_a_rope_scaling(tmp_path: Path) -> None:
     writer, _ = write_converted(tmp_path / "tiny.gguf", "gemma4", CONVERTED["gemma4"])
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(8.0)
-    with pytest.raises(UnsupportedModelError, match="rope factors beside a rope scaling are not implemented"):
+    with pytest.raises(UnsupportedModelError, match="rope factors together with a rope scaling are not implemented"):
         open_checkpoint(str(finish(writer)))
 
 
@@ -419,7 +419,9 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path) -> None:
     def tiny() -> TinyGguf:
         return write_model(path, "llama", model)
 
-    refused(TinyGguf(path, "falcon", model.config), "architecture 'falcon' are not read: known are llama, qwen2")
+    refused(
+        TinyGguf(path, "falcon", model.config), "architecture 'falcon' are not supported: supported are llama, qwen2"
+    )
     writer = tiny()
     writer.add_expert_count(8)
     with pytest.raises(EngineError, match=r"llama\.expert_used_count is missing"):

@@ -94,11 +94,11 @@ def test_float32_values_are_the_shortest_decimals(tmp_path: Path) -> None:
         (b"PK\3\4" + bytes(60), r"begins with b'PK"),
         (file_of([], [], version=1), "version is 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(60), "big-endian"),
-        (b"GGUF" + U32.pack(3) + U64.pack(1 << 63) + U64.pack(0), "said to have 9223372036854775808 tensors"),
+        (b"GGUF" + U32.pack(3) + U64.pack(1 << 63) + U64.pack(0), "declares 9223372036854775808 tensors"),
         (b"GGUF" + U32.pack(3) + U64.pack(0) + U64.pack((1 << 64) - 1), "18446744073709551615 metadata values"),
         (b"GGUF" + U32.pack(3) + U64.pack(60000) + U64.pack(60000) + bytes(100), "metadata ''"),
-        (file_of([U64.pack(1 << 62) + b"key"], []), "said to have 4611686018427387904 bytes"),
-        (file_of([text("k") + U32.pack(8) + U64.pack((1 << 64) - 1)], []), "said to have 18446744073709551615 bytes"),
+        (file_of([U64.pack(1 << 62) + b"key"], []), "declares 4611686018427387904 bytes"),
+        (file_of([text("k") + U32.pack(8) + U64.pack((1 << 64) - 1)], []), "declares 18446744073709551615 bytes"),
         (file_of([text("k") + U32.pack(8) + U64.pack(1 << 20)], []), "ends within metadata 'k'"),
         (file_of([text("k") + U32.pack(8) + U64.pack(2) + b"\xff\xfe"], []), "metadata 'k' is not UTF-8"),
         (file_of([text("k") + U32.pack(13)], []), "unknown type 13"),
@@ -106,14 +106,14 @@ def test_float32_values_are_the_shortest_decimals(tmp_path: Path) -> None:
         (file_of([text("k") + U32.pack(9) + U32.pack(12) + U64.pack(1 << 22)], []), "ends within metadata 'k'"),
         (file_of([text("k") + U32.pack(9) + U32.pack(8) + U64.pack(1 << 22)], []), "ends within metadata 'k'"),
         (file_of([text("k") + U32.pack(9) + U32.pack(9) + U64.pack(1)], []), "array of unknown type 9"),
-        (file_of([number("k", 1), number("k", 2)], []), "'k' is there twice"),
+        (file_of([number("k", 1), number("k", 2)], []), "'k' is repeated"),
         (file_of([number("general.alignment", 0)], []), "alignment 0"),
         (file_of([number("general.alignment", 48)], []), "alignment 48"),
         (file_of([], [tensor("t", [], 0)]), "0 dimensions"),
         (file_of([], [tensor("t", [1] * 5, 0)]), "5 dimensions"),
         (file_of([], [tensor("t", [4, 0], 0)]), "'t' is empty"),
         (file_of([], [tensor("t", [4], 0, U32.pack(999))]), "unknown type 999"),
-        (file_of([], [tensor("t", [33], 0, U32.pack(8))]), "rows of 33, no multiple of Q8_0's 32"),
+        (file_of([], [tensor("t", [33], 0, U32.pack(8))]), "rows of 33, which is not a multiple of Q8_0's 32"),
         (file_of([], [tensor("t", [1 << 32, 1 << 32], 0)]), "would end at"),  # 0 elements in 64 bits
         (file_of([], [tensor("t", [(1 << 62) + 1, 4], 0)]), "would end at"),  # 4 elements in 64 bits
         (file_of([], [tensor("t", [4], 1 << 40)]), "would end at"),
@@ -121,8 +121,8 @@ def test_float32_values_are_the_shortest_decimals(tmp_path: Path) -> None:
         (file_of([], [tensor("t", [17], 0)]), "it has 128 bytes, and tensor 't' would end at 132"),
         (file_of([], [tensor("t", [4], 4)]), "'t' is misplaced"),
         (file_of([], [tensor("t", [9], 0), tensor("u", [1], 32)]), "'u' is misplaced"),
-        (file_of([], [tensor("t", [1], 0), tensor("t", [1], 32)]), "'t' is there twice"),
-        (file_of([], [U64.pack(2000) + bytes(2000)]), "name is said to have 2000 bytes"),
+        (file_of([], [tensor("t", [1], 0), tensor("t", [1], 32)]), "'t' is repeated"),
+        (file_of([], [U64.pack(2000) + bytes(2000)]), "name declares 2000 bytes"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
     ],
 )
@@ -133,7 +133,7 @@ def test_malformed(tmp_path: Path, content: bytes, message: str) -> None:
 def test_metadata_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_header, "HEADER_LIMIT_BYTES", 4096)
     value = text("k") + U32.pack(8) + text("x" * 5000)
-    refuses(tmp_path / "bad.gguf", file_of([value], []), "said to have 5000 bytes|more than 4096 bytes")
+    refuses(tmp_path / "bad.gguf", file_of([value], []), "declares 5000 bytes|more than 4096 bytes")
     values = [text(f"k{index}") + U32.pack(8) + text("x" * 500) for index in range(9)]
     refuses(tmp_path / "bad.gguf", file_of(values, []), "header has more than 4096 bytes")
 

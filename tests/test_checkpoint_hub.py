@@ -75,7 +75,9 @@ def test_shards_of_the_index_and_no_others(remote: Hub) -> None:
 def test_a_head_is_to_be_downloaded_first(remote: Hub) -> None:
     """Whether it is named as the model or as the draft; its weights are not fetched."""
     remote.files |= {"config.json": b'{"medusa_num_heads": 3}', "medusa_lm_head.safetensors": shard(x=1.0)}
-    with pytest.raises(UsageError, match=r"guesses for one: medusa\n.*`hf download OWNER/NAME --local-dir FOLDER`"):
+    with pytest.raises(
+        UsageError, match=r"proposes draft tokens for one: medusa\n.*`hf download OWNER/NAME --local-dir FOLDER`"
+    ):
         open_draft("owner/Tiny")
     assert "medusa_lm_head.safetensors" not in remote.fetched
 
@@ -109,7 +111,7 @@ def test_without_network_the_cache_serves(remote: Hub, tmp_path: Path, monkeypat
 
 def test_only_what_is_cached(remote: Hub) -> None:
     remote.files["model.safetensors"] = shard(x=1.5)
-    with pytest.raises(EngineError, match="the cache does not have it, and nothing is downloaded now") as refused:
+    with pytest.raises(EngineError, match="the cache does not have it, and downloads are disabled") as refused:
         open_checkpoint("owner/Tiny", only_cached=True)
     assert remote.fetched == [] and "hf download owner/Tiny" in refused.value.fix
     open_checkpoint("owner/Tiny")

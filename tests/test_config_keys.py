@@ -120,7 +120,7 @@ def test_any_one_unknown_key_is_refused_by_name(family: str) -> None:
             check_config(tiny_config(family, **{key: value}))
         assert error.value.exit_code == 3
         assert error.value.why.startswith(f"{key} = {value!r}"[:80]), error.value
-        assert "may give wrong answers" in error.value.fix
+        assert "may compute wrong results" in error.value.fix
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -218,7 +218,7 @@ def test_an_unknown_architecture(sources: Path) -> None:
     ("wheels", "why"),
     [
         ({"enginewright-none": ""}, "enginewright-none is not installed"),
-        ({"numpy": "13.0."}, "numpy is [0-9.]+, and should be 13.0.*"),
+        ({"numpy": "13.0."}, "numpy is [0-9.]+, and must be 13.0.*"),
     ],
 )
 def test_a_compiler_that_is_not_installed(

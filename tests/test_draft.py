@@ -142,9 +142,9 @@ def test_an_engine_without_the_role(built: dict[str, BuildReport]) -> None:
 @pytest.mark.parametrize(
     ("draft", "quant", "why"),
     [
-        (None, Int4Rtn(), "--draft-quant means nothing here: nothing guesses"),
+        (None, Int4Rtn(), "--draft-quant means nothing here: there is no draft"),
         (FirstLayers(1), Int4Rtn(), "--draft-quant means nothing here: first layers read the model's own weights"),
-        (Automatic(), Int4Rtn(), "--draft-quant means nothing here: target carries no MTP layer"),
+        (Automatic(), Int4Rtn(), "--draft-quant means nothing here: target has no MTP layer"),
         (tiny("draft"), Int4Awq(), "--draft-quant int4-awq is not possible: it has to be calibrated"),
     ],
 )
@@ -156,9 +156,9 @@ def test_methods_that_a_draft_cannot_have(draft: Draft | None, quant: QuantConfi
 def test_drafts_of_other_tokens_are_refused(models: tuple[MemoryCheckpoint, MemoryCheckpoint], tmp_path: Path) -> None:
     target, draft = models
     other = OtherTokenizer(draft.config, draft.stored, "other")
-    with pytest.raises(UsageError, match=r"other is no draft for target.*differs in added_tokens"):
+    with pytest.raises(UsageError, match=r"other cannot be a draft of target.*differs in added_tokens"):
         build_engine(target, CONFIG, tmp_path / "x", draft=other)
-    with pytest.raises(UsageError, match=r"wide is no draft for target.*has 309 tokens, and the model 307"):
+    with pytest.raises(UsageError, match=r"wide cannot be a draft of target.*has 309 tokens, and the model 307"):
         build_engine(target, CONFIG, tmp_path / "x", draft=tiny("wide", vocab_size=309))
     assert not list(tmp_path.iterdir())
 
@@ -206,7 +206,7 @@ def test_weights_of_first_layers_are_in_memory_once(tmp_path: Path) -> None:
         ("skip:0", "--draft skip:0 names no number.*at least 1"),
         ("skip:-1", "--draft skip:-1 names no number"),
         ("skip:half", "--draft skip:half names no number.*skip:8"),
-        ("skip:3", "has 3 layers, and its first 3 were to guess.*Take 1 to 2"),
+        ("skip:3", "has 3 layers, and its first 3 cannot be its draft.*Take 1 to 2"),
         ("skip:4k", "has 3 layers, and its first 4096"),
     ],
 )
@@ -299,7 +299,7 @@ def changed(path: Path, change: Any) -> bytes:
         (lambda content: content["sections"].pop("plan/draft/cpu"), "no section 'plan/draft/cpu'"),
         (lambda content: content.pop("roles"), "'plan/draft/cpu' is of a role"),
         (lambda content: content.update(roles=[]), "'plan/draft/cpu' is of a role|canonical"),
-        (lambda content: content.update(speculate="skip"), "'skip' is to guess, and the engine has nothing"),
+        (lambda content: content.update(speculate="skip"), "'skip' is the default speculation, but no role"),
     ],
 )
 def test_roles_and_plans_belong_together(built: dict[str, BuildReport], change: Any, message: str) -> None:

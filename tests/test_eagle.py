@@ -149,13 +149,18 @@ NUMBERED = "eagle_aux_hidden_state_layer_ids"
 @pytest.mark.parametrize(
     ("config", "tensors", "error", "message"),
     [
-        ({"target_hidden_size": 40}, {}, UsageError, "head is no head for tiny: .*40 columns, and the model's have 48"),
+        (
+            {"target_hidden_size": 40},
+            {},
+            UsageError,
+            "head is not a head of tiny: .*40 columns, and the model's have 48",
+        ),
         ({"vocab_size": 300}, {}, UsageError, "it has 300 tokens, and the model 307"),
         ({"hidden_size": 40, "target_hidden_size": 48}, {}, UsageError, "no embedding of its own.*48 columns, not 40"),
-        ({"eagle_config": {NUMBERED: [0, 3]}}, {}, UsageError, "the states behind 1, 4 layers, and the model has 3"),
-        ({"eagle_config": {NUMBERED: [-1, 2]}}, {}, UsageError, "the states behind 0, 3 layers"),
-        ({"eagle_config": {NUMBERED: [1, 1]}}, {}, UsageError, "the states behind 2, 2 layers"),
-        ({"eagle_config": None}, {}, UsageError, "the states behind 2, 1, 0 layers"),  # which vLLM takes
+        ({"eagle_config": {NUMBERED: [0, 3]}}, {}, UsageError, "the states after 1, 4 layers, and the model has 3"),
+        ({"eagle_config": {NUMBERED: [-1, 2]}}, {}, UsageError, "the states after 0, 3 layers"),
+        ({"eagle_config": {NUMBERED: [1, 1]}}, {}, UsageError, "the states after 2, 2 layers"),
+        ({"eagle_config": None}, {}, UsageError, "the states after 2, 1, 0 layers"),  # which vLLM takes
         ({NUMBERED: [1, 2]}, {}, EngineError, r"layer_ids is \[1, 2\], but in eagle_config"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, UnsupportedModelError, "use_aux_hidden_state = False"),
         ({"eagle_config": {"parallel": True}}, {}, UnsupportedModelError, "parallel = True"),
@@ -179,7 +184,7 @@ NUMBERED = "eagle_aux_hidden_state_layer_ids"
         ({"draft_vocab_size": 101}, {"lm_head.weight": torch.zeros(101, 48)}, EngineError, "no tensor d2t"),
         ({}, {"d2t": D2T() + 1}, EngineError, "names tokens from 1 to 307, and there are 307"),
         ({}, {"d2t": D2T() - 1}, EngineError, "names tokens from -1 to 305"),
-        ({}, {"d2t": D2T().index_fill(0, torch.tensor([4]), 2)}, EngineError, "1 of its 307 tokens are there twice"),
+        ({}, {"d2t": D2T().index_fill(0, torch.tensor([4]), 2)}, EngineError, "1 of its 307 tokens are repeated"),
         ({}, {"d2t": D2T().float()}, UnsupportedModelError, "d2t is stored as float32"),
     ],
 )
@@ -214,7 +219,9 @@ def test_folders_that_are_damaged(tmp_path: Path) -> None:
 
 def test_a_head_is_no_model(tmp_path: Path) -> None:
     folder = with_eagle("llama", layers=(1, 3)).store(tmp_path / "head", {}, {})
-    with pytest.raises(UsageError, match=r"head holds no model: .* guesses for one: eagle\n.*with --draft"):
+    with pytest.raises(
+        UsageError, match=r"head holds no model: .* proposes draft tokens for one: eagle\n.*with --draft"
+    ):
         open_checkpoint(str(folder))
 
 
@@ -232,5 +239,5 @@ def test_models_that_no_head_is_for(tmp_path: Path) -> None:
         add_draft(assemble(granite, CONFIG, Silent()), draft, Silent())
     writes_none = MemoryCheckpoint.of(tiny_model(config := tiny_config("llama")), config)
     writes_none.pooling = Pooling("mean")
-    with pytest.raises(UsageError, match="is no head for tiny: that writes no text"):
+    with pytest.raises(UsageError, match="is not a head of tiny: that writes no text"):
         add_draft(assemble(writes_none, CONFIG, Silent()), draft, Silent())

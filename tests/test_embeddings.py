@@ -249,7 +249,7 @@ def test_what_a_build_refuses(config: dict[str, Any], message: str) -> None:
 
 def test_an_encoder_without_pooling_is_refused() -> None:
     source = checkpoint("bert", "mean")
-    with pytest.raises(UnsupportedModelError, match="nothing says how it embeds one"):
+    with pytest.raises(UnsupportedModelError, match="the checkpoint has no pooling"):
         assemble(MemoryCheckpoint(source.config, source.stored), BuildConfig(), Silent())
 
 
@@ -306,7 +306,7 @@ def test_the_files_of_sentence_transformers(tmp_path: Path) -> None:
         ({"pooling": {"pooling_mode_lasttoken": True, "include_prompt": False}}, "include_prompt = False"),
         ({"pooling": {"pooling_mode_lasttoken": True, "pooling_mode_new": True}}, "pooling_mode_new"),
         ({"dense": {"out_features": 11, "activation_function": "torch.nn.ReLU"}}, "activation_function"),
-        ({"prompts": {"default_prompt_name": "query"}}, "none of its prompts"),
+        ({"prompts": {"default_prompt_name": "query"}}, "not among its prompts"),
         ({"prompts": {"prompts": {"query": 5}}}, "not texts by their names"),
         ({"limits": {"do_lower_case": True}}, "do_lower_case = True"),
         ({"limits": {"max_length": 3}}, "max_length = 3"),
@@ -341,4 +341,4 @@ def test_the_command_prints_vectors(tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "engine embed takes texts" in refused.output
     lines.write_bytes(b"dog\n\xffcat\n")
     refused = CliRunner().invoke(main, ["embed", str(path), "--input", str(lines)])
-    assert refused.exit_code == 2 and "line 2: byte 1 of the line is no UTF-8" in refused.output
+    assert refused.exit_code == 2 and "line 2: byte 1 of the line is not UTF-8" in refused.output

@@ -30,7 +30,7 @@ def test_levels_and_limits(text: str, expected: GateConfig | None) -> None:
         ("quik", "did you mean quick"),
         ("", "there are quick, full, off"),
         ("quick,", "there are quick, full, off"),
-        ("=0.05", "knows no limit ''"),
+        ("=0.05", "has no limit ''"),
         ("kl", "did you mean kl"),
         ("kll=0.05", "did you mean kl"),
         ("top2=0.9", "did you mean top1"),

@@ -315,7 +315,7 @@ def test_what_transformers_saves_can_be_built(family: str) -> None:
         ("granitemoehybrid", {"mamba_d_head": 7}, "mamba_n_heads is 4, and mamba_d_head 7"),
         ("granitemoehybrid", {"layer_types": ["mamba", "mlp", "mamba"]}, "layer_types has 'mlp'"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X*-"}, "a layer is 'X'"),
-        ("nemotron_h", {"moe_latent_size": 27, "mlp_bias": True}, "mlp_bias = True beside moe_latent_size"),
+        ("nemotron_h", {"moe_latent_size": 27, "mlp_bias": True}, "mlp_bias = True with moe_latent_size"),
         ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "3 layers are named, but num_hidden_layers is 5"),
         ("nemotron_h", {"hybrid_override_pattern": None}, "neither layers_block_type nor hybrid_override_pattern"),
         ("nemotron_h", {"n_groups": 4}, "no multiple of n_groups"),

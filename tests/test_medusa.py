@@ -118,7 +118,7 @@ def test_gpus_run_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("config", "tensors", "error", "message"),
     [
-        ({"hidden_size": 40}, {}, UsageError, "head is no head for tiny: .*40 columns, and the model's have 48"),
+        ({"hidden_size": 40}, {}, UsageError, "head is not a head of tiny: .*40 columns, and the model's have 48"),
         ({"vocab_size": 300}, {}, UsageError, "they have 300 tokens, and the model 307"),
         ({"truncated_vocab_size": 100}, {}, UnsupportedModelError, "truncated_vocab_size = 100"),
         ({"original_lm_head": True}, {}, UnsupportedModelError, "original_lm_head = True"),
@@ -148,7 +148,7 @@ def test_heads_that_do_not_fit(
 def test_folders_that_are_refused(tmp_path: Path) -> None:
     head = with_medusa("llama")
     folder = head.store(tmp_path / "head", {"draft_vocab_size": 307}, {})
-    with pytest.raises(UnsupportedModelError, match="is of several kinds of heads: eagle and medusa"):
+    with pytest.raises(UnsupportedModelError, match="has signs of several kinds of heads: eagle and medusa"):
         open_draft(str(folder))
     folder = head.store(tmp_path / "other", {}, {})
     (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
@@ -159,5 +159,5 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
 def test_models_that_no_head_is_for(tmp_path: Path) -> None:
     draft, config = with_medusa("llama").draft(tmp_path / "head"), tiny_config("cohere2")
     scaled = MemoryCheckpoint.of(tiny_model(config), config)
-    with pytest.raises(UnsupportedModelError, match="behind its last norm: models of type cohere2"):
+    with pytest.raises(UnsupportedModelError, match="after its last norm: models of type cohere2"):
         add_draft(assemble(scaled, CONFIG, Silent()), draft, Silent())

@@ -94,7 +94,7 @@ def test_a_build_that_fails_leaves_nothing(checkpoint: Path, cache: Path) -> Non
 
 def test_no_place_for_the_cache(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    with pytest.raises(EngineError, match=r"cannot be made: Not a directory\nXDG_CACHE_HOME names another place"):
+    with pytest.raises(EngineError, match=r"cannot be made: Not a directory\nXDG_CACHE_HOME names another folder"):
         cached_engine(str(checkpoint))
 
 
@@ -107,7 +107,7 @@ def test_engines_are_served_as_they_are(checkpoint: Path, tmp_path: Path) -> Non
     (checkpoint / "x.engine").write_bytes(engine.read_bytes())
     assert engine_files([checkpoint], **options) == [checkpoint]
     for name, given in (("--quant", {"quant": "bf16"}), ("--rebuild", {"rebuild": True})):
-        with pytest.raises(UsageError, match=f"{name} is for models: what is named is built already"):
+        with pytest.raises(UsageError, match=f"{name} is for models: all given files are already engines"):
             engine_files([engine], **options | given)
 
 

@@ -464,7 +464,7 @@ REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
     ("qwen2", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "chunked_attention", 3),
     ("qwen2", {"layer_types": ["full_attention"] * 4}, "names 4 layers", 1),
     ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None", 1),
-    ("gemma3_text", {"use_bidirectional_attention": True}, "nothing says how it embeds one", 3),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "the checkpoint has no pooling", 3),
     ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type = 'linear'", 3),
     (
         "gemma3_text",
@@ -473,7 +473,7 @@ REFUSED: list[tuple[str, Mapping[str, Any], str, int]] = [
         3,
     ),
     ("gemma5", {}, "'gemma5' are not implemented.*Did you mean gemma", 3),
-    ("qwen4", {}, "known are .*, qwen2, qwen3.*Did you mean qwen", 3),
+    ("qwen4", {}, "the known types are .*, qwen2, qwen3.*Did you mean qwen", 3),
     ("../llama", {}, "are not implemented", 3),
     ("blocks", {}, "are not implemented", 3),
     ("distilbert", {}, "'distilbert' are not implemented", 3),

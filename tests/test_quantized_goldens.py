@@ -125,7 +125,7 @@ def test_weights_keep_the_form_that_a_kernel_has(name: str, form: QuantConfig | 
 def test_a_format_without_a_kernel_is_named_in_a_note() -> None:
     config, stored, expected = golden("compressed-tensors/fp8 blocks")
     _, format = opened(config, stored, tuple(expected.shape))
-    assert dict(format.notes) == {"FP8 in blocks of 16×32, which no kernel takes, is restored to bfloat16": 1}
+    assert dict(format.notes) == {"FP8 in blocks of 16×32, which no kernel supports, is restored to bfloat16": 1}
 
 
 def test_activations_of_nvfp4_are_read() -> None:

@@ -44,7 +44,7 @@ def test_the_command_takes_a_checkpoint_as_it_is(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == [folder]
     done = CliRunner().invoke(main, ["build", str(folder)])
     assert done.exit_code == 0
-    assert "21 weights: FP8 in blocks of 32×48, which no kernel takes, is restored to bfloat16" in done.stderr
+    assert "21 weights: FP8 in blocks of 32×48, which no kernel supports, is restored to bfloat16" in done.stderr
     assert (tmp_path / "tiny-llama-fp8.engine").exists()
 
 
@@ -149,7 +149,7 @@ REFUSED: list[tuple[Mapping[str, Any], str, int]] = [
     ({**AWQ, "desc_act": True}, "desc_act = True", 3),
     ({**AWQ, "pack_dtype": "int16"}, "pack_dtype = 'int16'", 3),
     ({**AWQ, "backend": "llm-awq"}, "llm-awq", 3),
-    ({**AWQ, "group_size": 96}, "not whole words and runs of 96", 1),
+    ({**AWQ, "group_size": 96}, "not whole words and groups of 96", 1),
     ({**FP8, "fmt": "e5m2"}, "fmt = 'e5m2'", 3),
     ({**FP8, "activation_scheme": "block"}, "activation_scheme = 'block'", 3),
     ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\]", 1),
@@ -167,8 +167,8 @@ REFUSED: list[tuple[Mapping[str, Any], str, int]] = [
     ({**compressed("pack-quantized", **WEIGHTS), "config_groups": None}, "config_groups is missing", 1),
     (mixed({"4": ["re:(a+)+$"], "3": ["Linear"]}), "could take long", 3),
     (mixed({"4": ["re:.*.*.*.*.*"], "3": ["Linear"]}), "could take long", 3),
-    (mixed({"4": ["re:("], "3": ["Linear"]}), "no regular expression", 1),
-    (mixed({"4": ["re:.*mlp.*"], "3": ["re:.*attention.*"]}), "no group of config_groups says how", 1),
+    (mixed({"4": ["re:("], "3": ["Linear"]}), "not a regular expression", 1),
+    (mixed({"4": ["re:.*mlp.*"], "3": ["re:.*attention.*"]}), "no group of config_groups has it", 1),
 ]
 
 

@@ -113,7 +113,7 @@ def test_inputs_that_have_changed(folder: Path) -> None:
     weights.write_bytes(data)
     (folder / "tiny-llama/chat_template.jinja").write_text("{{ messages[0].content }}")
     said = refused(2, folder / "x.engine")
-    assert "chat_template.jinja is there, and was not" in said
+    assert "chat_template.jinja is new" in said
     assert "config.json has changed (sha256 " in said and "model.safetensors has changed" in said
     assert "tokenizer.json" not in said
 
@@ -132,7 +132,7 @@ def test_evidence_alone(folder: Path) -> None:
     goldens["entries"] = goldens["entries"][:1]
     changed = copied(folder / "x.engine", folder / "y.engine", {"goldens": json.dumps(goldens).encode()})
     result = run("rebuild", changed)
-    assert result.exit_code == 0 and "file      differs in its evidence alone" in result.stdout
+    assert result.exit_code == 0 and "file      differs in its evidence only" in result.stdout
 
 
 def test_a_gate_is_asked_for_the_same(folder: Path) -> None:
@@ -226,7 +226,7 @@ def test_what_cannot_be_made_again(folder: Path) -> None:
     other = copied(engine, folder / "y.engine", {}, builder_version="0.0.1")
     said = refused(2, other)
     assert "was built by enginewright 0.0.1" in said and "pip install 'enginewright[build]==0.0.1'" in said
-    assert "what files it was built of" in refused(2, copied(engine, folder / "z.engine", {}, sources={}))
+    assert "its manifest names no source files" in refused(2, copied(engine, folder / "z.engine", {}, sources={}))
     assert "there is no such file" in refused(2, folder / "nowhere.engine")
     assert "there is no folder" in refused(2, engine, "-o", folder / "a/b")
     assert "is the engine itself" in refused(2, engine, "-o", engine)

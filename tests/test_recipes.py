@@ -59,8 +59,8 @@ def test_a_recipes_kv_cache_gives_way_to_latent_vectors(
     assert result.exit_code == 0, result.output
     made = json.loads(result.stdout)
     assert made["recipe"]["kv_cache_dtype"] == "bf16" and "kv-int8" not in made["output"]
-    assert made["notes"][0].startswith("the KV cache is bf16, not int8 as the recipe has it: latent vectors")
-    assert "as the recipe has it" not in run(*taken, "--kv-cache-dtype", "bf16").stdout
+    assert made["notes"][0].startswith("the KV cache is bf16, not int8 as in the recipe: latent vectors")
+    assert "as in the recipe" not in run(*taken, "--kv-cache-dtype", "bf16").stdout
     refused = run(*taken, "--kv-cache-dtype", "int8")
     assert refused.exit_code == 2 and "Leave --kv-cache-dtype out." in refused.stderr
 

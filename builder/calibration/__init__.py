@@ -1,4 +1,4 @@
-"""Calibration: token ids of a few texts, on which a method measures what goes through the layers."""
+"""Calibration: token ids of a few texts, on which a method observes the activations of the layers."""
 
 from enginewright.builder.calibration.samples import Samples, calibrate, foresee_samples
 

@@ -1,7 +1,7 @@
-"""What `--calib-data` names, as texts: JSON lines, plain text, or a file of a data set of the hub.
+"""Reads the texts that `--calib-data` names: JSON lines, plain text, or a file of a data set of the hub.
 
 A line of JSON has "text", "prompt" and "completion", or "messages"; other keys are ignored. Plain text is cut into
-pieces at the ends of lines. Of a large file the beginning counts.
+pieces at the ends of lines. Of a large file only the start is read.
 """
 
 import codecs
@@ -17,14 +17,14 @@ from enginewright.builder.checkpoint.files import LFS_POINTER
 from enginewright.builder.checkpoint.hub import HubId, download_file, parse_hub_id
 from enginewright.errors import UsageError
 
-LIMIT_BYTES = 64 << 20  # of a file; samples are a few hundred kilobytes at most
-PIECE_CHARACTERS = 768  # of plain text: a sample's tokens, and a third more
+LIMIT_BYTES = 64 << 20  # limit of a file that is read; samples are a few hundred kilobytes at most
+PIECE_CHARACTERS = 768  # characters of a piece of plain text: a sample's tokens, and a third more
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PLAIN = (".txt", ".text", ".md", ".rst")
-# Files that data sets are kept in, and that are not read here.
+# Suffixes of files of data sets that cannot be read here.
 OTHER_FORMS = (".parquet", ".arrow", ".feather", ".csv", ".tsv", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".bin")
-DESCRIPTIONS = ("dataset_infos.json", "dataset_dict.json", "state.json")  # what data sets hold beside their data
-NAMES_SHOWN = 5
+DESCRIPTIONS = ("dataset_infos.json", "dataset_dict.json", "state.json")  # files of data sets other than their data
+NAMES_SHOWN = 5  # names that an error lists
 FORMS = 'JSON lines (.jsonl: {"text": …}, {"prompt": …, "completion": …} or {"messages": […]}) or plain text'
 
 
@@ -33,24 +33,26 @@ class CalibrationText:
     """One text of the calibration data."""
 
     content: str | list[dict[str, Any]]  # a text, or messages with role and content
-    where: str  # file, and line or piece, for messages
+    where: str  # file, and line or piece, for errors
 
 
 class _Line(msgspec.Struct):
-    text: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    """A line of JSON; other keys are ignored."""
+
+    text: str | None = None  # a text
+    prompt: str | None = None  # start of a text, with `completion`
+    completion: str | None = None  # rest of the text
+    messages: list[dict[str, Any]] | None = None  # messages with role and content
 
 
 _LINE = msgspec.json.Decoder(_Line)
 
 
 def read_texts(ref: str) -> list[CalibrationText]:
-    """The texts of a file, or of a data set of the hub: owner/name, owner/name@revision, owner/name:file.
+    """Reads the texts of a file, or of a data set of the hub: owner/name, owner/name@revision, owner/name:file.
 
     Raises:
-        UsageError: there is no such file, or it is no text, or a line of JSON is none of the forms.
+        UsageError: there is no such file, it is not text, or a line of JSON has an unknown form.
         EngineError: the hub cannot be reached.
     """
     path, name = _find(ref)
@@ -65,14 +67,14 @@ def read_texts(ref: str) -> list[CalibrationText]:
 
 
 def is_remote(ref: str) -> bool:
-    """Whether it names a data set of the hub, and nothing here."""
+    """Checks if a name is that of a data set of the hub, and not of a local file."""
     id, _, file = ref.partition(":")
     named_as_file = not file and PurePath(ref).suffix.lower() in (*JSON_LINES, *PLAIN, *OTHER_FORMS)
     return not Path(ref).exists() and parse_hub_id(id) is not None and not named_as_file
 
 
 def _find(ref: str) -> tuple[Path, str]:
-    """The file, and what messages call it."""
+    """Finds the file, and its name for errors."""
     path = Path(ref)
     if path.is_dir():
         raise UsageError(f"{path} cannot be used for calibration", "it is a folder", "Name a file in it.")
@@ -89,7 +91,7 @@ def _find(ref: str) -> tuple[Path, str]:
 
 
 def _choose(names: list[str], hub_id: HubId, wanted: str) -> str:
-    """The file of a data set that is meant."""
+    """Chooses the file of a data set."""
     id = hub_id.repository
     if wanted in names:
         return wanted
@@ -112,13 +114,13 @@ def _listed(names: list[str]) -> str:
 def _not_read(name: str, why: str) -> UsageError:
     return UsageError(
         f"{name} cannot be used for calibration",
-        f"{why}: not a form that is read here",
+        f"{why}: this form cannot be read",
         f"Write some hundred of its texts into a file of {FORMS}.",
     )
 
 
 def _read(path: Path, name: str) -> str:
-    """The text of a file, its beginning if it is large."""
+    """Reads the text of a file, or its start if it is large."""
     try:
         with path.open("rb") as file:
             data = file.read(LIMIT_BYTES + 1)
@@ -136,7 +138,7 @@ def _read(path: Path, name: str) -> str:
     try:
         return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=whole)
     except UnicodeDecodeError as error:
-        why = f"byte {error.start} is no UTF-8"
+        why = f"byte {error.start} is not UTF-8"
         raise UsageError(f"{name} cannot be used for calibration", why, f"Give {FORMS}, in UTF-8.") from error
 
 
@@ -161,7 +163,7 @@ def _of_line(line: _Line) -> str | list[dict[str, Any]]:
 
 
 def _pieces(content: str, name: str) -> Iterator[CalibrationText]:
-    """Whole lines as long as a sample, and long lines in parts."""
+    """Cuts plain text into pieces as long as a sample: whole lines, and long lines in parts."""
     begin = 0
     while begin < len(content):
         end = content.find("\n", begin + PIECE_CHARACTERS) + 1

@@ -1,7 +1,7 @@
-"""Which texts a build calibrates on: some of `--calib-data`, or what the model writes itself.
+"""Chooses the texts of a calibration: some of `--calib-data`, or texts that the model writes itself.
 
-Samples are short: what they cost (a forward pass in fp32 over all of them, and the writing where there is no data)
-grows with their tokens, and many short texts differ more than a few long ones.
+Samples are short: their cost (a forward pass in fp32 over all of them, and the writing where there is no data) grows
+with their tokens, and many short texts differ more than a few long ones.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from enginewright.builder.progress import Progress
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.text.tokenizer import Tokenizer
 
-SAMPLES = 32
-SAMPLE_TOKENS = 128
-LEAST_TOKENS = 16  # of a sample
-MOST_CHARACTERS = 32 * SAMPLE_TOKENS  # of a text; what is behind them is not tokenized
-TODAY = datetime(2026, 1, 1)  # to chat templates that print the date: the same inputs give the same bytes on every day
+SAMPLES = 32  # default number of samples
+SAMPLE_TOKENS = 128  # tokens of a sample
+LEAST_TOKENS = 16  # minimum of a sample's tokens
+MAX_CHARACTERS = 32 * SAMPLE_TOKENS  # characters of a text that are tokenized
+TODAY = datetime(2026, 1, 1)  # date for chat templates that print one: the same inputs give the same bytes on every day
 
 ITSELF = "the model itself"
 
@@ -36,18 +36,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Samples:
-    """The texts that a build calibrates on."""
+    """The texts of a calibration."""
 
     texts: tuple[tuple[int, ...], ...]  # token ids of each sample
-    source: str | None  # where they come from; None: the model wrote them
+    source: str | None  # source of the texts; None: the model wrote them
 
     @property
     def sha256(self) -> str:
-        """Of the token ids, as little-endian uint32, with the number of tokens before each text."""
+        """SHA-256 of the token ids, as little-endian uint32, with the number of tokens before each text."""
         ids = [number for text in self.texts for number in (len(text), *text)]
         return hashlib.sha256(np.array(ids, "<u4").tobytes()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
+        """Converts the facts about the samples to JSON's types."""
         return {
             "source": self.source or ITSELF,
             "samples": len(self.texts),
@@ -56,15 +57,21 @@ class Samples:
         }
 
     def recipe(self) -> dict[str, Any]:
-        """What the manifest says, which names no path."""
+        """Makes the entry of the recipe, without a path."""
         return {"calibration": self.to_dict() | ({"source": "data"} if self.source else {})}
 
 
 def calibrate(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> Samples | None:
-    """The samples for a build; None if its method needs none.
+    """Makes the samples of a build; None if its method needs none.
+
+    Args:
+        checkpoint: the checkpoint.
+        config: options of the build.
+        output: the engine file, on whose disk the model's own texts are written.
+        progress: receiver of progress.
 
     Raises:
-        UsageError: the data is not there, is no text, or has none that is long enough; or the method needs none.
+        UsageError: the data is missing, is not text, or has no text that is long enough; or the method needs none.
         EngineError: the hub cannot be reached, or there is no space for the engine that writes the samples.
     """
     if not _wanted(config):
@@ -77,7 +84,12 @@ def calibrate(checkpoint: Checkpoint, config: BuildConfig, output: Path, progres
 
 
 def foresee_samples(checkpoint: Checkpoint, config: BuildConfig) -> dict[str, Any] | None:
-    """What is known of the samples, and what is wrong with the data, without a download or a model that writes."""
+    """Predicts the samples, and finds errors of the data, without a download or an engine that writes texts.
+
+    Args:
+        checkpoint: the checkpoint.
+        config: options of the build.
+    """
     if not _wanted(config):
         return None
     if config.calib_data is not None and not is_remote(config.calib_data):
@@ -109,7 +121,7 @@ def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
     samples: list[tuple[int, ...]] = []
     for text in _spread(read_texts(ref), count):
         ids = _encode(text, tokenizer)
-        # Tokenizers may know tokens that their model has no embedding for.
+        # Tokenizers may have tokens for which their model has no embedding.
         if len(ids) >= LEAST_TOKENS and max(ids) < vocab_size:
             samples.append(tuple(ids))
         if len(samples) == count:
@@ -118,26 +130,26 @@ def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
         raise UsageError(
             f"{ref} has no text to calibrate on",
             f"none of its texts has {LEAST_TOKENS} tokens",
-            "Give longer texts, or leave --calib-data out: the model then writes some itself.",
+            "Give longer texts, or leave --calib-data out: then the model writes some itself.",
         )
     return Samples(tuple(samples), ref)
 
 
 def _encode(text: CalibrationText, tokenizer: Tokenizer) -> list[int]:
-    """The first tokens of a text."""
+    """Encodes the first tokens of a text."""
     if isinstance(text.content, str):
-        return tokenizer.encode(text.content[:MOST_CHARACTERS])[:SAMPLE_TOKENS]
+        return tokenizer.encode(text.content[:MAX_CHARACTERS])[:SAMPLE_TOKENS]
     try:
         rendered = tokenizer.render_chat(text.content, add_generation_prompt=False)
-    except EngineError as error:  # messages that the template did not expect make it fail
+    except EngineError as error:  # unexpected messages make a template fail
         raise UsageError(
             f"{text.where}: its messages cannot be used", f"{error.what}: {error.why}".rstrip(": ")
         ) from error
-    return tokenizer.encode(rendered[:MOST_CHARACTERS], add_special_tokens=False)[:SAMPLE_TOKENS]
+    return tokenizer.encode(rendered[:MAX_CHARACTERS], add_special_tokens=False)[:SAMPLE_TOKENS]
 
 
 def _spread(entries: Sequence[T], count: int) -> Iterator[T]:
-    """All entries: the first of each of `count` equal parts, then the second of each, …"""
+    """Yields all entries: the first of each of `count` equal parts, then the second of each, …"""
     bounds = [len(entries) * index // count for index in range(count + 1)]
     for step in range(len(entries)):
         for begin, end in pairwise(bounds):

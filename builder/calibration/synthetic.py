@@ -1,8 +1,8 @@
-"""Synthetic calibration data: texts that the model writes itself, where nobody gives any.
+"""Synthetic calibration data: texts that the model writes itself, if the user gives none.
 
-A draft of the engine (int8 weights, rounded to nearest) is built where the engine will be, in a file that never has
-a name, and continues short beginnings in several registers. Its seeds are fixed, and its logits depend on neither
-threads nor the other sequences in the batch: on machines of one instruction set the text is the same.
+A temporary engine (int8 weights, rounded to nearest) is built on the final engine's disk, in a file without a name, and
+continues short prompts in several registers. Its seeds are fixed, and its logits depend on neither threads nor the
+other sequences in the batch: on machines of one instruction set the text is the same.
 """
 
 from collections.abc import Iterator
@@ -52,13 +52,18 @@ QUESTIONS = (
 def generate_samples(
     checkpoint: Checkpoint, tokenizer: Tokenizer, count: int, length: int, engine: Path, progress: Progress
 ) -> tuple[tuple[int, ...], ...]:
-    """`count` texts of `length` tokens, or of as many as the model has positions.
+    """Generates `count` texts of `length` tokens, or of the model's limit if that is less.
 
     Args:
-        engine: where the engine will be: the draft takes space on that disk.
+        checkpoint: the checkpoint.
+        tokenizer: its tokenizer.
+        count: number of texts.
+        length: tokens of a text.
+        engine: path of the final engine: the temporary one takes space on the same disk.
+        progress: receiver of progress.
 
     Raises:
-        EngineError: there is no space for the draft, or it computes no numbers.
+        EngineError: there is no space for the temporary engine, or its logits are not numbers.
     """
     progress.phase("plan a calibration draft")
     draft = assemble(checkpoint, BuildConfig(quant=W8A8()), Silent())
@@ -79,13 +84,13 @@ def generate_samples(
         raise EngineError(
             "the model cannot write text to calibrate on",
             "its logits are not numbers",
-            "Are the weights damaged? With --calib-data, the build takes texts from you.",
+            "Are the weights damaged? With --calib-data, the build uses your texts.",
         )
     return tuple((*prompt, *output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True))
 
 
 def _prompts(tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
-    """Beginnings, and chats between them if the model has a template for some, as long as half a sample at most."""
+    """Yields starts of texts and, if the model has a template, chats in between, up to half a sample long."""
     first = [tokenizer.token_id(tokenizer.config.get(name)) for name in ("bos_token", "eos_token")]
     nothing = [next((token for token in first if token is not None), 0)]
     beginnings = [tokenizer.encode(text) or nothing for text in BEGINNINGS]
@@ -100,6 +105,6 @@ def _chats(tokenizer: Tokenizer) -> list[list[int]]:
         return []
     try:
         texts = [tokenizer.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    except EngineError:  # a template that fails keeps no engine from being built
+    except EngineError:  # an engine is built even if its template fails
         return []
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -1,4 +1,4 @@
-"""Checkpoints: where a build's config, tokenizer and weights come from."""
+"""Checkpoints: the sources of a build's config, tokenizer and weights."""
 
 from enginewright.builder.checkpoint.base import Checkpoint, TensorInfo, TokenizerFiles
 from enginewright.builder.checkpoint.opening import open_checkpoint

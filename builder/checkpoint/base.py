@@ -1,4 +1,4 @@
-"""A checkpoint as the builder sees it: a config, a tokenizer, and tensors that are read one at a time."""
+"""Interface of a checkpoint: a config, a tokenizer, and tensors that are read one at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,56 +11,60 @@ from enginewright.builder.pooling import Pooling
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor without reading it."""
+    """Facts about a tensor that are known without reading it."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    dtype: torch.dtype  # number type
+    shape: tuple[int, ...]  # shape
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The tokenizer as the engine stores it."""
+    """The tokenizer, in the form that the engine stores."""
 
-    tokenizer_json: bytes  # tokenizers' own JSON
+    tokenizer_json: bytes  # JSON of the tokenizers library
     config: Mapping[str, Any]  # bos_token, add_bos_token, …: keys of tokenizer_config.json
-    chat_template: str | None  # a Jinja template; None: there is none
+    chat_template: str | None  # Jinja template; None: there is none
 
 
 class TensorSource(Protocol):
     """Tensors by name, read one at a time."""
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name → facts about the tensor."""
+        ...
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in its stored dtype (GGUF: dequantized to float32). Nothing is kept."""
+        """Reads one tensor, in its stored dtype (GGUF: dequantized to float32). Nothing is kept."""
 
 
 class Checkpoint(TensorSource, Protocol):
-    """Tensor names and shapes are those of the Hugging Face model, whatever the files hold."""
+    """A checkpoint, with the tensor names and shapes of the Hugging Face model, whatever the files hold."""
 
     @property
     def name(self) -> str:
-        """Last part of where it came from: `SmolLM2-135M-Instruct`."""
+        """Last part of its path or hub id: `SmolLM2-135M-Instruct`."""
 
     @property
     def origin(self) -> str | None:
-        """The repository on the hub and its commit, as a package URL; None: the files do not say."""
+        """Package URL of the repository on the hub, with the commit; None if the files do not say."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """config.json, with `model_type`."""
+        """Content of config.json, with `model_type`."""
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """generation_config.json, or {}."""
+        """Content of generation_config.json, or {}."""
 
     @property
-    def tokenizer(self) -> TokenizerFiles: ...
+    def tokenizer(self) -> TokenizerFiles:
+        """The tokenizer."""
+        ...
 
     @property
     def pooling(self) -> Pooling | None:
-        """What makes vectors of texts; None where the model generates text."""
+        """Pooling of an embedding model; None if the model generates text."""
 
     def source_hashes(self) -> Mapping[str, str]:
-        """File name -> SHA-256 of every file that the engine depends on."""
+        """Computes file name → SHA-256 of every file that the engine depends on."""

@@ -1,4 +1,4 @@
-"""Files of a checkpoint's folder, read with suspicion: they were written by somebody else."""
+"""Reads files of a checkpoint's folder with care: they were written by somebody else."""
 
 import hashlib
 import json
@@ -20,20 +20,21 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 class SourceFolder:
-    """A folder whose files may name each other, and nothing outside.
-
-    Args:
-        path: the folder.
-        root: what a symbolic link may lead into; the folder itself unless said. The snapshots of the hub's
-            cache are links into the `blobs` folder beside them.
-    """
+    """A folder whose files may refer to each other, and to nothing outside."""
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
+        """Takes a folder.
+
+        Args:
+            path: the folder.
+            root: folder that symbolic links may lead into; None is the folder itself. The snapshots of the hub's cache
+                are links into the `blobs` folder next to them.
+        """
         self.path = path
         self._root = (root or path).resolve()
 
     def find(self, name: str) -> Path | None:
-        """The file of that name, or None where there is none.
+        """Finds a file by its name; None if it does not exist.
 
         Raises:
             EngineError: the name, or a link that it goes through, leads out of the folder.
@@ -54,12 +55,21 @@ class SourceFolder:
         return path
 
     def file(self, name: str) -> Path:
-        """As `find`, for a file that must be there."""
+        """Finds a file that must exist. Raises EngineError if it does not."""
         if (path := self.find(name)) is None:
             raise EngineError(f"{name} is missing in {self.path}", fix="Download the checkpoint again, all of it.")
         return path
 
     def read_bytes(self, name: str, limit_bytes: int) -> bytes:
+        """Reads a file.
+
+        Args:
+            name: name of the file.
+            limit_bytes: bytes that it may have.
+
+        Raises:
+            EngineError: it cannot be read, or is too large.
+        """
         try:
             with open(open_regular(self.file(name)), "rb") as file:
                 content = file.read(limit_bytes + 1)
@@ -72,13 +82,30 @@ class SourceFolder:
         return content
 
     def read_text(self, name: str, limit_bytes: int) -> str:
+        """Reads a file in UTF-8.
+
+        Args:
+            name: name of the file.
+            limit_bytes: bytes that it may have.
+
+        Raises:
+            EngineError: it cannot be read, is too large, or is not UTF-8.
+        """
         try:
             return self.read_bytes(name, limit_bytes).decode()
         except UnicodeDecodeError as error:
             raise EngineError(f"{name} in {self.path} is not UTF-8 text", str(error)) from error
 
     def read_json(self, name: str, limit_bytes: int = CONFIG_LIMIT_BYTES) -> dict[str, Any]:
-        """A JSON object; {} where there is no such file."""
+        """Reads a JSON object; {} if there is no such file.
+
+        Args:
+            name: name of the file.
+            limit_bytes: bytes that it may have.
+
+        Raises:
+            EngineError: it cannot be read, is too large, or is not a JSON object.
+        """
         if self.find(name) is None:
             return {}
         try:
@@ -90,18 +117,19 @@ class SourceFolder:
         return content
 
     def sha256(self, name: str) -> str:
+        """Computes the SHA-256 of a file."""
         return sha256(self.file(name))
 
     def _outside(self, name: str) -> EngineError:
         return EngineError(
             f"{name!r} leads out of the checkpoint's folder {self.path}",
-            fix="Every file of a checkpoint must lie in its folder. Links to files elsewhere are not followed: "
+            fix="Every file of a checkpoint must be in its folder. Links to files elsewhere are not followed: "
             "copy the files in.",
         )
 
 
 def cached_repository(path: Path) -> Path | None:
-    """Of a snapshot in the hub's cache, the folder that its links stay in: models--owner--name."""
+    """Finds the folder that a snapshot's links stay in, in the hub's cache: models--owner--name."""
     path = path.resolve()
     repository = path.parent.parent
     if path.parent.name == "snapshots" and repository.name.startswith("models--") and (repository / "blobs").is_dir():
@@ -110,7 +138,7 @@ def cached_repository(path: Path) -> Path | None:
 
 
 def hub_origin(path: Path) -> str | None:
-    """As `Checkpoint.origin`, of a folder: pkg:huggingface/owner/name@commit."""
+    """Returns the origin of a folder in the hub's cache: pkg:huggingface/owner/name@commit."""
     repository = cached_repository(path)
     if repository is None:
         return None
@@ -119,6 +147,7 @@ def hub_origin(path: Path) -> str | None:
 
 
 def sha256(path: Path) -> str:
+    """Computes the SHA-256 of a file. Raises EngineError if it cannot be read."""
     try:
         with open(open_regular(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -127,7 +156,11 @@ def sha256(path: Path) -> str:
 
 
 def check_pulled(name: str, path: Path) -> None:
-    """Refuses the small text file that git leaves in the place of a large one.
+    """Refuses the small text file that Git LFS leaves in place of a large one.
+
+    Args:
+        name: name of the file.
+        path: its path.
 
     Raises:
         EngineError: `path` is such a file.
@@ -139,10 +172,10 @@ def check_pulled(name: str, path: Path) -> None:
 
 @contextmanager
 def tokenizers_errors(what: str) -> Iterator[None]:
-    """Turns what tokenizers raises into an EngineError: plain Exception, or a panic of its Rust code.
+    """Turns errors of the tokenizers library into EngineError: plain Exception, or a panic of its Rust code.
 
-    A panic is not even an Exception (merges that lead to no token make one in tokenizers 0.23), and has no type
-    that could be named here.
+    A panic is not even an Exception (merges that lead to no token cause one in tokenizers 0.23), and has no type that
+    could be named here.
     """
     try:
         yield
@@ -153,7 +186,7 @@ def tokenizers_errors(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in short: the errors of some libraries go on with a backtrace."""
+    """Returns the first line of an error: some libraries append a backtrace."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 

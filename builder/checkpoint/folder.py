@@ -1,4 +1,4 @@
-"""A checkpoint folder as the hub keeps them: config.json, tokenizer.json, weights in safetensors files."""
+"""A checkpoint folder in the form of the hub: config.json, tokenizer.json, weights in safetensors files."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -18,12 +18,12 @@ from enginewright.manifest import EAGLE, MEDUSA
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-MODELOPT_CONFIG = "hf_quant_config.json"  # where config.json has no quantization_config: what modelopt wrote beside it
+MODELOPT_CONFIG = "hf_quant_config.json"  # modelopt's file, for a config.json without quantization_config
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-# The names of dtypes in a safetensors header.
+# Name of a dtype in a safetensors header → dtype.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,26 +42,28 @@ DTYPES = {
 
 
 class TensorFolder:
-    """The tensors of a folder: headers are read when it is made, tensors one at a time, each time from the file.
-
-    Args:
-        files: the folder.
-        name: as in `Checkpoint.name`; the folder's own unless said.
-        more: safetensors files beside the model's own: name → what is put in front of the names in it.
-
-    Raises:
-        EngineError: what is wrong, by file name. Pickled weights are refused.
-    """
+    """The tensors of a folder: headers are read when it is created, tensors one at a time, each time from the file."""
 
     def __init__(self, files: SourceFolder, name: str | None = None, more: Mapping[str, str] = MappingProxyType({})):
+        """Reads the headers.
+
+        Args:
+            files: the folder.
+            name: as in `Checkpoint.name`; None is the folder's name.
+            more: safetensors files other than the model's own: name → prefix of the names in it.
+
+        Raises:
+            EngineError: a file cannot be used; the message names it. Pickled weights are refused.
+        """
         self.name, self.origin = name or files.path.resolve().name, hub_origin(files.path)
         self._files, self._prefixes = files, more
         self._shard_of: dict[str, str] = {}
         self.tensors: Mapping[str, TensorInfo] = self._read_headers()
 
     def read(self, name: str) -> torch.Tensor:
-        # Opened anew each time: the header is checked against the file's length again, and what one tensor
-        # mapped is gone with it.
+        """Reads one tensor from its file."""
+        # The file is opened again each time: the header is checked against the file's length again, and the mapping of
+        # one tensor is freed with it.
         shard = self._shard_of[name]
         try:
             with safe_open(self._files.file(shard), framework="pt") as file:
@@ -73,10 +75,11 @@ class TensorFolder:
         return tensor
 
     def source_hashes(self) -> Mapping[str, str]:
+        """Returns file name → SHA-256 of every file that the engine depends on."""
         return self._source_hashes
 
     def _texts(self) -> Sequence[str]:
-        """The files that count beside those of tensors; some may not be there."""
+        """Names of files other than those of tensors that the engine depends on; some may not exist."""
         return [CONFIG, INDEX]
 
     @cached_property
@@ -85,7 +88,7 @@ class TensorFolder:
         return {name: self._files.sha256(name) for name in sorted(present)}
 
     def _read_headers(self) -> dict[str, TensorInfo]:
-        """Every tensor's dtype and shape, and in `_shard_of` its file; no tensor is read."""
+        """Reads every tensor's dtype and shape, and its file into `_shard_of`; no tensor is read."""
         shards, index = weight_files(self._files)
         shards = [*shards, *self._prefixes]
         tensors: dict[str, TensorInfo] = {}
@@ -109,29 +112,34 @@ class TensorFolder:
 
 
 class FolderCheckpoint(TensorFolder):
-    """A whole checkpoint.
+    """A whole checkpoint: config, tokenizer and tensors.
 
-    Args:
-        path: the folder.
-        name: as in `Checkpoint.name`; the folder's own unless said.
-        root: as in `SourceFolder`.
-
-    Raises:
-        EngineError: what is wrong, by file name. No code of the folder is ever run: `auto_map` and the
-            Python files it names are ignored, and pickled weights are refused.
+    No code of the folder is ever run: `auto_map` and the Python files that it names are ignored, and pickled weights
+    are refused.
     """
 
     def __init__(self, path: Path, name: str | None = None, root: Path | None = None) -> None:
+        """Reads the config and the headers.
+
+        Args:
+            path: the folder.
+            name: as in `Checkpoint.name`; None is the folder's name.
+            root: as in `SourceFolder`.
+
+        Raises:
+            EngineError: a file cannot be used; the message names it.
+        """
         files = SourceFolder(path, root)
         self.config: Mapping[str, Any] = read_config(files)
         self.generation_config: Mapping[str, Any] = files.read_json(GENERATION_CONFIG)
         check_tokenizer(files)
         self.pooling = read_pooling(files)
-        # Of a layer behind the pooling: `2_Dense.`.
+        # Tensors of a layer after the pooling have the prefix `2_Dense.`.
         super().__init__(files, name, {shard: f"{shard.rpartition('/')[0]}." for shard in dense_weights(files)})
 
     @cached_property
     def tokenizer(self) -> TokenizerFiles:
+        """The tokenizer."""
         return read_tokenizer(self._files)
 
     def _texts(self) -> Sequence[str]:
@@ -140,11 +148,11 @@ class FolderCheckpoint(TensorFolder):
 
 
 def read_config(files: SourceFolder) -> dict[str, Any]:
-    """config.json, and in it the quantization_config that modelopt writes beside it.
+    """Reads config.json, and adds the quantization_config that modelopt writes into a file of its own.
 
     Raises:
-        UsageError: there is none, or it is that of a head (head.py).
-        UnsupportedModelError: it names no model_type.
+        UsageError: there is no config.json, or it belongs to a head (head.py).
+        UnsupportedModelError: it has no model_type.
     """
     folder = files.path
     if files.find(CONFIG) is None:
@@ -157,23 +165,23 @@ def read_config(files: SourceFolder) -> dict[str, Any]:
     if (role := head_role(config)) is not None:
         raise UsageError(
             f"{folder} holds no model",
-            f"by its {CONFIG}, it is what guesses for one: {role}",
+            f"by its {CONFIG}, it is a head that proposes draft tokens for one: {role}",
             "Name its model, and its folder with --draft. From the hub, download it first: "
             "`hf download OWNER/NAME --local-dir FOLDER`.",
         )
     if not isinstance(config.get("model_type"), str):
         raise UnsupportedModelError(f"{CONFIG} in {folder} names no model_type")
-    beside = files.read_json(MODELOPT_CONFIG).get("quantization")
-    if config.get("quantization_config") is None and isinstance(beside, dict):
-        config["quantization_config"] = {"quant_method": "modelopt", **beside}
+    modelopt = files.read_json(MODELOPT_CONFIG).get("quantization")
+    if config.get("quantization_config") is None and isinstance(modelopt, dict):
+        config["quantization_config"] = {"quant_method": "modelopt", **modelopt}
     return config
 
 
 def head_role(config: Mapping[str, Any]) -> str | None:
-    """The role of the head whose config.json this is, by its class or a key that only its kind has; None of a model.
+    """Returns the role of the head that a config.json belongs to, by its class or keys; None for a model.
 
     Raises:
-        UnsupportedModelError: it is of several kinds.
+        UnsupportedModelError: it has signs of several kinds of heads.
     """
     architectures = config.get("architectures")
     classes = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
@@ -182,18 +190,18 @@ def head_role(config: Mapping[str, Any]) -> str | None:
         EAGLE: "Eagle" in classes or bool(keys & {"draft_vocab_size", "speculators_model_type"}),
         MEDUSA: "Medusa" in classes or "medusa_num_heads" in keys or config.get("model_type") == "medusa",
     }
-    roles = [role for role, is_there in signs.items() if is_there]
+    roles = [role for role, present in signs.items() if present]
     if len(roles) > 1:
-        raise UnsupportedModelError(f"{CONFIG} is of several kinds of heads", " and ".join(roles))
+        raise UnsupportedModelError(f"{CONFIG} has signs of several kinds of heads", " and ".join(roles))
     return roles[0] if roles else None
 
 
 def weight_files(files: SourceFolder) -> tuple[list[str], dict[str, str]]:
-    """The names of the safetensors files, and of each tensor that an index lists the file it should be in.
+    """Lists the safetensors files, and for each tensor that an index lists its file.
 
     Raises:
         UnsupportedModelError: the weights are pickles.
-        EngineError: there are none, or a file that the index names is not there.
+        EngineError: there are none, or a file that the index names does not exist.
     """
     if files.find(WEIGHTS):
         return [WEIGHTS], {}
@@ -218,7 +226,7 @@ def weight_files(files: SourceFolder) -> tuple[list[str], dict[str, str]]:
 
 
 def read_index(files: SourceFolder) -> dict[str, str]:
-    """Tensor name -> file name, as the index of a sharded checkpoint has it."""
+    """Reads tensor name → file name from the index of a sharded checkpoint."""
     weight_map = files.read_json(INDEX, INDEX_LIMIT_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise EngineError(f"{INDEX} in {files.path} has no weight_map")
@@ -229,10 +237,16 @@ def read_index(files: SourceFolder) -> dict[str, str]:
 
 
 def refuse_pickle(name: str, folder: Path) -> UnsupportedModelError:
+    """Makes the error for pickled weights.
+
+    Args:
+        name: name of the file.
+        folder: its folder.
+    """
     return UnsupportedModelError(
         f"{name} in {folder} is a pickle",
         "reading one can run any code that its author put in",
-        "Look for the same as safetensors. Where you trust the file, convert it in a sandbox: load a model with "
+        "Look for the same model as safetensors. If you trust the file, convert it in a sandbox: load a model with "
         "transformers and call save_pretrained, or a head with torch and call safetensors.torch.save_file.",
     )
 
@@ -243,7 +257,7 @@ def _read_header(files: SourceFolder, shard: str) -> dict[str, TensorInfo]:
     infos = {}
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            for name in file.keys():  # noqa: SIM118  (the file is not a mapping)
                 part = file.get_slice(name)
                 dtype = DTYPES.get(part.get_dtype())
                 if dtype is None:
@@ -256,5 +270,5 @@ def _read_header(files: SourceFolder, shard: str) -> dict[str, TensorInfo]:
 
 def _unreadable(shard: str, folder: Path, error: Exception) -> EngineError:
     return EngineError(
-        f"{shard} in {folder} is cut short or is no safetensors file", first_line(error), "Download that file again."
+        f"{shard} in {folder} is cut short or is not a safetensors file", first_line(error), "Download that file again."
     )

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder: tokenizer.json, tokenizer_config.json, the chat template."""
+"""Reads the tokenizer of a checkpoint folder: tokenizer.json, tokenizer_config.json, the chat template."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,21 +21,23 @@ TEMPLATE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
 TOKENIZER_FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE, TEMPLATE_JSON)
 
-# What chat templates and detokenization may ask for; the rest serves the classes of transformers.
+# Keys that chat templates and detokenization need; the rest configures classes of transformers.
 TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 FLAG_KEYS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
 
 
 def check_tokenizer(files: SourceFolder) -> None:
-    """Raises:
-    UnsupportedModelError: there is a tokenizer, but not as tokenizer.json.
-    EngineError: there is none.
+    """Checks that there is a tokenizer.
+
+    Raises:
+        UnsupportedModelError: there is one, but not as tokenizer.json.
+        EngineError: there is none.
     """
     if files.find(TOKENIZER):
         return
     fix = (
         "Make one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes "
-        "tokenizer.json beside what is there."
+        "tokenizer.json next to the other files."
     )
     for other in ("tokenizer.model", "vocab.json", "tekken.json"):
         if files.find(other):
@@ -44,13 +46,15 @@ def check_tokenizer(files: SourceFolder) -> None:
 
 
 def read_tokenizer(files: SourceFolder) -> TokenizerFiles:
-    """Raises:
-    EngineError: a file is unreadable, or `tokenizers` does not take tokenizer.json.
+    """Reads the tokenizer.
+
+    Raises:
+        EngineError: a file is unreadable, or the tokenizers library refuses tokenizer.json.
     """
     content = files.read_bytes(TOKENIZER, TOKENIZER_LIMIT_BYTES)
     with tokenizers_errors(f"{TOKENIZER} in {files.path} is not a tokenizer"):
         Tokenizer.from_buffer(content)
-    # The older special_tokens_map.json says the same where tokenizer_config.json says nothing.
+    # The older special_tokens_map.json has the tokens that tokenizer_config.json lacks.
     config = files.read_json(SPECIAL_TOKENS) | files.read_json(TOKENIZER_CONFIG)
     return TokenizerFiles(content, _kept(config), _chat_template(files, config))
 
@@ -62,7 +66,7 @@ def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(key: str, token: object) -> str | None:
-    """A token is its text, or an object with the text and how it is matched."""
+    """Returns the text of a token, which is a string, or an object with the text and rules of matching."""
     if isinstance(token, Mapping):
         token = token.get("content")
     if token is None:
@@ -73,11 +77,11 @@ def _content(key: str, token: object) -> str | None:
 
 
 def _unicode(text: str, what: str) -> str:
-    """Raises EngineError where a text holds half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Raises EngineError if a text holds half of a surrogate pair, which JSON allows and UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise EngineError(f"{what} is no valid Unicode", f"{error.reason} at character {error.start}") from error
+        raise EngineError(f"{what} is not valid Unicode", f"{error.reason} at character {error.start}") from error
     return text
 
 

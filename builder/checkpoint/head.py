@@ -1,4 +1,4 @@
-"""A head in a folder of its own: what is trained to guess for a model of another folder. It has no tokenizer."""
+"""A head that proposes draft tokens for another folder's model, in a folder of its own. It has no tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +9,11 @@ from enginewright.builder.checkpoint.folder import CONFIG, TensorFolder, head_ro
 
 
 class HeadFolder(TensorFolder):
-    """Its config.json and its tensors.
+    """The config.json and the tensors of a head.
 
     Attributes:
-        role: what kind of head it is, among ROLES of the manifest.
+        config: content of config.json.
+        role: kind of the head, among ROLES of the manifest.
     """
 
     def __init__(self, files: SourceFolder, name: str | None, config: Mapping[str, Any], role: str) -> None:
@@ -21,19 +22,20 @@ class HeadFolder(TensorFolder):
 
 
 def find_head(path: Path, name: str | None = None) -> HeadFolder | None:
-    """The head of a folder; None where it holds none, or is none.
+    """Opens the head in a folder; None if it holds none, or is not a folder.
 
     Args:
-        name: what it is called; None is the folder's name.
+        path: the folder.
+        name: name of the head; None is the folder's name.
 
     Raises:
         EngineError: it is damaged, or cannot be read.
-        UnsupportedModelError: its tensors are pickles, or its config is of several kinds of heads.
+        UnsupportedModelError: its tensors are pickles, or its config has signs of several kinds of heads.
     """
     try:
         path = path.expanduser()
         is_folder = path.is_dir()
-    except (OSError, RuntimeError):  # why, is said where it is opened as a checkpoint
+    except (OSError, RuntimeError):  # opening it as a checkpoint gives the reason
         return None
     files = SourceFolder(path)
     if not is_folder or files.find(CONFIG) is None:

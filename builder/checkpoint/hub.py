@@ -1,4 +1,4 @@
-"""The Hugging Face hub: the files of a checkpoint that an engine needs, or a file of a data set, into its own cache."""
+"""Downloads files of a checkpoint that an engine needs, or a file of a data set, from the Hugging Face hub."""
 
 import errno
 import fnmatch
@@ -41,9 +41,10 @@ from enginewright.errors import EngineError, UsageError
 
 CheckConfig = Callable[[Mapping[str, Any]], None]
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-# With tokenizer.json these are not read, without it they say what is there.
+# With tokenizer.json these are not read; without it they name the kind of tokenizer in an error.
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
-WORDS = {"model": ("checkpoint", "folder"), "dataset": ("data set", "file")}  # kind → what it is, and is as a path
+# kind → words for a repository, and for a local path
+WORDS = {"model": ("checkpoint", "folder"), "dataset": ("data set", "file")}
 UNREACHABLE = (HfHubHTTPError, TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, OSError)
 
 
@@ -51,18 +52,19 @@ UNREACHABLE = (HfHubHTTPError, TransportError, OfflineModeIsEnabled, LocalEntryN
 class HubId:
     """The name of a repository on the Hugging Face hub, at a revision."""
 
-    owner: str
-    name: str
-    revision: str | None  # a branch, tag or commit; None: the default branch
+    owner: str  # owner of the repository
+    name: str  # name of the repository
+    revision: str | None  # branch, tag or commit; None: the default branch
     kind: str = "model"  # "model" or "dataset"
 
     @property
     def repository(self) -> str:
+        """Owner and name."""
         return f"{self.owner}/{self.name}"
 
     @property
     def elsewhere(self) -> str:
-        """What to do where the hub gives nothing."""
+        """Advice for a machine that cannot download from the hub."""
         kind = "" if self.kind == "model" else f" --repo-type {self.kind}"
         command = f"`hf download{kind} {self.repository} --local-dir FOLDER`"
         return f"Or download it on a machine that reaches the hub ({command}), bring the folder here and name it."
@@ -70,13 +72,14 @@ class HubId:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was downloaded of a repository."""
+    """The downloaded files of a repository."""
 
-    path: Path  # the folder of its files
-    root: Path  # the cache's folder of this repository; the snapshot's files may be links into it
+    path: Path  # folder of the files
+    root: Path  # the cache's folder of this repository, into which the snapshot's links may lead
 
 
 def parse_hub_id(ref: str) -> HubId | None:
+    """Parses a hub id; None if the text is not one."""
     match = HUB_ID.fullmatch(ref)
     return HubId(match["owner"], match["name"], match["revision"]) if match else None
 
@@ -90,24 +93,26 @@ def download(
     only_cached: bool = False,
     check_config: CheckConfig | None = None,
 ) -> Snapshot:
-    """Brings what is needed of a repository into the cache; what lies there already is not fetched again.
+    """Downloads the needed files of a repository into the cache; cached files are not fetched again.
 
     The config and the tokenizer come first, and weights only if those can be used.
 
     Args:
-        hint: what else may have been meant, for the message when there is no such repository.
-        endpoint: address of the hub, and cache_dir: place of the cache; both as huggingface_hub has them unless said.
-        only_cached: the hub is not asked.
-        check_config: called with what config.json holds, before weights are fetched; what it raises ends the download.
+        hub_id: the repository.
+        hint: another reading of the name, for the error if there is no such repository.
+        endpoint: address of the hub; None is huggingface_hub's default.
+        cache_dir: folder of the cache; None is huggingface_hub's default.
+        only_cached: True uses the cache alone.
+        check_config: called with the content of config.json before weights are fetched; its errors end the download.
 
     Raises:
         UsageError: the hub has no such repository or revision.
         EngineError: the hub cannot be reached and the cache has nothing, or access is denied.
     """
     id = hub_id.repository
-    needed = [CONFIG, TOKENIZER]  # of a repository's files we never fetch all
+    needed = [CONFIG, TOKENIZER]  # only a part of a repository's files is ever fetched
     if only_cached:
-        path = _cached(hub_id, needed, cache_dir, "nothing is downloaded now", f"Get it: `hf download {id}`.")
+        path = _cached(hub_id, needed, cache_dir, "downloads are disabled", f"Get it: `hf download {id}`.")
         return Snapshot(path, path.parent.parent)
     try:
         with _refusals(hub_id, hint):
@@ -115,7 +120,7 @@ def download(
             names = [entry.rfilename for entry in info.siblings or []]
             weights = _plain_weights(id, names)
             texts = [name for name in names if _is_text(name)]
-            if not any(name.endswith(".gguf") for name in weights):  # whose config is within
+            if not any(name.endswith(".gguf") for name in weights):  # a GGUF file contains its config
                 if CONFIG not in names:
                     raise UsageError(f"{id} on the hub is not a checkpoint", f"it holds no {CONFIG}")
                 path = _snapshot(hub_id, texts, endpoint, cache_dir)
@@ -138,11 +143,16 @@ def download_file(
     endpoint: str | None = None,
     cache_dir: Path | None = None,
 ) -> tuple[Path, str]:
-    """Brings one file of a data set into the cache, unless it lies there already; where it is, and its name.
+    """Downloads one file of a data set into the cache, unless it is there.
 
     Args:
-        choose: the names of its files → the name of the one that is wanted.
-        endpoint, cache_dir: as in `download`.
+        hub_id: the data set.
+        choose: names of its files → name of the file.
+        endpoint: as in `download`.
+        cache_dir: as in `download`.
+
+    Returns:
+        Path of the file, and its name.
 
     Raises:
         UsageError: the hub has no such data set or revision.
@@ -162,7 +172,7 @@ def download_file(
 
 @contextmanager
 def _refusals(hub_id: HubId, hint: str = "") -> Iterator[None]:
-    """What the hub answers where it has nothing for us, in our words."""
+    """Turns the hub's refusals into our errors."""
     id, (what, here) = hub_id.repository, WORDS[hub_id.kind]
     try:
         yield
@@ -192,7 +202,7 @@ def _is_text(name: str) -> bool:
 
 
 def _plain_weights(id: str, names: list[str]) -> list[str]:
-    """The weight files that need no index to be known: one safetensors file, or one GGUF file."""
+    """Lists weight files that need no index: one safetensors file, or one GGUF file."""
     if WEIGHTS in names:
         return [WEIGHTS]
     if INDEX in names:
@@ -229,14 +239,14 @@ def _snapshot(hub_id: HubId, names: list[str], endpoint: str | None, cache_dir: 
 
 
 def _unreachable(error: Exception) -> tuple[str, str]:
-    """Why the hub does not answer, and what to do."""
+    """Returns the reason why the hub cannot be reached, and advice."""
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set", "Unset HF_HUB_OFFLINE and try again."
     return f"the hub cannot be reached ({first_line(error)})", "Check the network and try again."
 
 
 def _cached(hub_id: HubId, names: list[str], cache_dir: Path | None, why: str, fix: str, hint: str = "") -> Path:
-    """What an earlier download left. names: files that it has to hold. why, fix: about the hub, if it holds nothing."""
+    """Finds an earlier download with these files. why, fix: reason and advice if there is none."""
     try:
         return Path(
             snapshot_download(
@@ -250,7 +260,7 @@ def _cached(hub_id: HubId, names: list[str], cache_dir: Path | None, why: str, f
         )
     except (LocalEntryNotFoundError, OSError, ValueError) as missing:
         raise EngineError(
-            f"{hub_id.repository} cannot be had",
+            f"{hub_id.repository} cannot be downloaded",
             f"there is no {WORDS[hub_id.kind][1]} {hub_id.repository} here, the cache does not have it, and {why}",
             " ".join(filter(None, [hint, fix, hub_id.elsewhere])),
         ) from missing

@@ -1,4 +1,4 @@
-"""From what a person names to a checkpoint: a folder, a GGUF file, or a hub id."""
+"""Opens the checkpoint that a user names: a folder, a GGUF file, or a hub id."""
 
 import difflib
 from pathlib import Path
@@ -19,14 +19,14 @@ def open_checkpoint(
     """Opens a checkpoint; reads its headers, not its weights.
 
     Args:
-        ref: path of a folder with safetensors files, path of a GGUF file or of a folder with one, or a hub id.
-        only_cached: of the hub, only what an earlier download left.
+        ref: path of a folder with safetensors files, of a GGUF file or of a folder with one, or a hub id.
+        only_cached: True uses only earlier downloads of the hub.
         check_config: called with a hub model's config before its weights are downloaded (models.check_config).
-        name: what it is called; None is the last part of where it is.
+        name: name of the checkpoint; None is the last part of its path or id.
 
     Raises:
-        UsageError: nothing of that name is there, with what was tried and a similar name where there is one.
-        UnsupportedModelError: it is a checkpoint of a kind that is not read, such as pickled weights.
+        UsageError: there is nothing of that name; the message has what was tried, and a similar name if there is one.
+        UnsupportedModelError: the checkpoint has a form that cannot be read, such as pickled weights.
         EngineError: it is damaged, incomplete, or the hub cannot be reached.
     """
     try:
@@ -35,7 +35,7 @@ def open_checkpoint(
             return open_folder(path, name)
         if path.is_file():
             return _open_file(path, name)
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of somebody unknown
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
         raise UsageError(f"{ref} cannot be read", str(error)) from error
     hub_id = None if path.suffix.lower() == ".gguf" else parse_hub_id(ref)
     if hub_id is None:
@@ -47,7 +47,13 @@ def open_checkpoint(
 
 
 def open_folder(path: Path, name: str | None = None, root: Path | None = None) -> Checkpoint:
-    """A folder of safetensors, or one whose only weights are a GGUF file."""
+    """Opens a folder of safetensors files, or one whose only weights are a GGUF file.
+
+    Args:
+        path: the folder.
+        name: name of the checkpoint; None is the folder's.
+        root: as in `SourceFolder`.
+    """
     root = root or cached_repository(path)
     ggufs = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if ggufs and not any(path.glob("*.safetensors")):
@@ -68,10 +74,12 @@ def _open_file(path: Path, name: str | None) -> Checkpoint:
 
 
 def _did_you_mean(path: Path) -> str:
-    """The existing path nearest to one that does not exist, in words; "" where none is near."""
+    """Suggests the existing path most similar to one that does not exist; "" if none is similar."""
     try:
-        beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix.lower() == ".gguf"]
+        candidates = [
+            entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix.lower() == ".gguf"
+        ]
     except (OSError, ValueError):
         return ""
-    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(path.name, candidates, n=1, cutoff=0.7)
     return f"Did you mean {path.parent / near[0]}?" if near else ""

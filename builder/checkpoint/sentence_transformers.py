@@ -1,4 +1,4 @@
-"""What sentence-transformers keeps beside a model: how texts become vectors. https://www.sbert.net"""
+"""Reads the files of sentence-transformers, by which texts become vectors. https://www.sbert.net"""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginewright.builder.checkpoint.files import CONFIG_LIMIT_BYTES, SourceFolder
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.pooling import Dense, Pooling
 from enginewright.embedding import EmbeddingConfig
 from enginewright.errors import EngineError, UnsupportedModelError
@@ -15,7 +15,7 @@ MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 LIMITS = "sentence_bert_config.json"
 TEXTS = (MODULES, PROMPTS, LIMITS)
-OF_MODULE = re.compile(r"\d+_(Pooling|Dense)/(config\.json|model\.safetensors)")  # what a module's own folder holds
+OF_MODULE = re.compile(r"\d+_(Pooling|Dense)/(config\.json|model\.safetensors)")  # files in a module's own folder
 DENSE_WEIGHTS = "model.safetensors"
 
 _MODES = {
@@ -27,16 +27,16 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": None,
 }
 _ACTIVATIONS = {"torch.nn.modules.linear.Identity": "identity", "torch.nn.modules.activation.Tanh": "tanh"}
-# Which versions wrote the files, how similar vectors are found (by the cosine here), and what loads the model there.
+# Keys about versions of the files, the similarity of vectors (the cosine here), and the class that loads the model.
 _HARMLESS = ("__version__", "model_type", "similarity_fn_name", "modality_config", "module_output_name")
 _HARMLESS_LIMITS = (*_HARMLESS, "transformer_task", "model_args", "tokenizer_args", "config_args", "processing_kwargs")
 
 
 def read_pooling(files: SourceFolder) -> Pooling | None:
-    """None where the checkpoint is of no embedding model.
+    """Reads the pooling; None if the checkpoint is not one of an embedding model.
 
     Raises:
-        UnsupportedModelError: naming what is not implemented.
+        UnsupportedModelError: something is not implemented; the message names it.
         EngineError: a file cannot be used.
     """
     if files.find(MODULES) is None:
@@ -57,7 +57,7 @@ def read_pooling(files: SourceFolder) -> Pooling | None:
         default_prompt=_default_prompt(prompts, texts),
     )
     if limits.read(bool, "do_lower_case", default=False):
-        raise limits.unsupported("do_lower_case = True", "Texts can be made lower case by tokenizer.json alone.")
+        raise limits.unsupported("do_lower_case = True", "Only tokenizer.json can convert texts to lower case.")
     max_tokens = limits.read_size("max_seq_length") if limits.read(int, "max_seq_length", default=None) else None
     prompts.refuse_any_unread(_HARMLESS)
     limits.refuse_any_unread(_HARMLESS_LIMITS)
@@ -66,26 +66,26 @@ def read_pooling(files: SourceFolder) -> Pooling | None:
 
 
 def dense_weights(files: SourceFolder) -> list[str]:
-    """The weights of linear layers behind the pooling: each has a file of its own."""
+    """Lists the weight files of linear layers after the pooling: each has its own."""
     modules = _modules(files) if files.find(MODULES) else []
     return [f"{path}/{DENSE_WEIGHTS}" for kind, path in modules if kind == "Dense"]
 
 
 def module_texts(files: SourceFolder) -> list[str]:
-    """What all of this is read from."""
+    """Lists the files that the pooling is read from."""
     modules = _modules(files) if files.find(MODULES) else []
     return [*TEXTS, *(f"{path}/config.json" for kind, path in modules if kind in ("Pooling", "Dense"))]
 
 
 def _modules(files: SourceFolder) -> list[tuple[str, str]]:
-    """Class, without where it is defined, and folder of each module, in order."""
+    """Lists the class, without its package, and the folder of each module, in order."""
     try:
         listed = json.loads(files.read_text(MODULES, CONFIG_LIMIT_BYTES))
     except (ValueError, RecursionError) as error:
-        raise EngineError(f"{MODULES} in {files.path} is no JSON", str(error)) from error
+        raise EngineError(f"{MODULES} in {files.path} is not JSON", str(error)) from error
     fields = ("type", "path")
     if not isinstance(listed, list) or not listed:
-        raise EngineError(f"{MODULES} in {files.path} cannot be used", "it is no list of modules")
+        raise EngineError(f"{MODULES} in {files.path} cannot be used", "it is not a list of modules")
     for one in listed:
         if not isinstance(one, Mapping) or not all(isinstance(one.get(field), str) for field in fields):
             raise EngineError(f"{MODULES} in {files.path} cannot be used", f"a module is {one!r:.80}")
@@ -101,7 +101,7 @@ def _module_config(files: SourceFolder, path: str) -> ConfigReader:
 def _kind(files: SourceFolder, path: str) -> str:
     config = _module_config(files, path)
     chosen = [mode for mode in _MODES if config.read(bool, mode, default=False)]
-    config.read(int, "word_embedding_dimension", default=None)  # the model's own width
+    config.read(int, "word_embedding_dimension", default=None)  # repeats the model's width
     if not config.read(bool, "include_prompt", default=True):
         raise config.unsupported("include_prompt = False", "Prompts are pooled with the text.")
     config.refuse_any_unread()
@@ -114,11 +114,11 @@ def _kind(files: SourceFolder, path: str) -> str:
 
 def _dense(files: SourceFolder, path: str) -> Dense:
     config = _module_config(files, path)
-    config.read(int, "in_features", default=None)  # the width of what is before it
+    config.read(int, "in_features", default=None)  # repeats the width of the module before
     activation = config.read(str, "activation_function")
     if activation not in _ACTIVATIONS:
         raise config.unsupported(f"activation_function = {activation!r}", f"Implemented are {', '.join(_ACTIVATIONS)}.")
-    width, bias = config.read_size("out_features", most=MOST_COLUMNS), config.read(bool, "bias", default=True)
+    width, bias = config.read_size("out_features", maximum=MAX_COLUMNS), config.read(bool, "bias", default=True)
     config.refuse_any_unread(_HARMLESS)
     return Dense(f"{path}.linear", width, bias, _ACTIVATIONS[activation])
 
@@ -126,5 +126,5 @@ def _dense(files: SourceFolder, path: str) -> Dense:
 def _default_prompt(prompts: ConfigReader, texts: Mapping[str, str]) -> str | None:
     name = prompts.read(str, "default_prompt_name", default=None)
     if name is not None and name not in texts:
-        raise prompts.error(f"default_prompt_name is {name!r}, which is none of its prompts")
+        raise prompts.error(f"default_prompt_name is {name!r}, which is not among its prompts")
     return name if name is not None and texts[name] else None

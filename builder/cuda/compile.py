@@ -1,4 +1,4 @@
-"""Kernels for GPU architectures: from the cache, or compiled now."""
+"""Compiles kernels for GPU architectures, or takes them from the cache."""
 
 import hashlib
 import re
@@ -31,36 +31,39 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 def compile_each(
     wanted: Sequence[tuple[str, Kernel]], jobs: int | None = None, *, sources: Path = SOURCES, cache: Path | None = None
 ) -> dict[tuple[str, Kernel], Compiled]:
-    """(architecture, kernel) → its code, the same bytes on every machine.
+    """Compiles kernels; the code is the same on every machine.
 
     Args:
-        wanted: architectures are of `targets.SMS`, or "ptx".
-        jobs: processes at most; None takes one a core.
+        wanted: (architecture, kernel); architectures are from `targets.SMS`, or "ptx".
+        jobs: maximum of processes; None is one for each core.
         sources: folder of the kernels' sources.
-        cache: folder of what has been compiled before; None takes the user's.
+        cache: folder of compiled kernels; None is the user's.
+
+    Returns:
+        (architecture, kernel) → its code.
 
     Raises:
-        UsageError: the compiler is not installed, or an architecture is not known.
+        UsageError: the compiler is not installed, or an architecture is unknown.
         EngineError: a kernel does not compile.
     """
     parse_targets(f"{CUDA}:{sm}" for sm, _ in wanted)
     store = CompileCache(cache or env.cache_folder() / CUDA)
     texts = {source: _texts(source, sources) for source in {kernel.source for _, kernel in wanted}}
-    todo = {(sm, kernel): Job(kernel, sm, texts[kernel.source]) for sm, kernel in wanted}
-    keys = {place: _key(job) for place, job in todo.items()}
-    made = {place: compiled for place, key in keys.items() if (compiled := store.get(key)) is not None}
-    missing = [place for place in todo if place not in made]
-    with closing(compile_all([todo[place] for place in missing], jobs or num_cores())) as answers:
-        for place, answer in zip(missing, answers, strict=True):
-            if isinstance(answer, Failed):
-                raise _refusal(*place, answer)
-            store.put(keys[place], answer)
-            made[place] = answer
-    return made
+    tasks = {(sm, kernel): Job(kernel, sm, texts[kernel.source]) for sm, kernel in wanted}
+    keys = {task: _key(job) for task, job in tasks.items()}
+    compiled_of = {task: compiled for task, key in keys.items() if (compiled := store.get(key)) is not None}
+    missing = [task for task in tasks if task not in compiled_of]
+    with closing(compile_all([tasks[task] for task in missing], jobs or num_cores())) as results:
+        for task, result in zip(missing, results, strict=True):
+            if isinstance(result, Failed):
+                raise _refusal(*task, result)
+            store.put(keys[task], result)
+            compiled_of[task] = result
+    return compiled_of
 
 
 def _texts(source: str, sources: Path) -> dict[str, str]:
-    """A header and all that it includes of this folder, whatever #if says: name → text."""
+    """Reads a header and all its includes from this folder, whatever #if says: name → text."""
     texts: dict[str, str] = {}
     pending = [source]
     while pending:
@@ -72,35 +75,35 @@ def _texts(source: str, sources: Path) -> dict[str, str]:
         except FileNotFoundError:
             if name == source:
                 raise EngineError(f"there is no kernel {source}", f"{sources} has no such file") from None
-            continue  # one of the compiler's own
+            continue  # the compiler has headers of its own
         pending.extend(_INCLUDE.findall(texts[name]))
     return texts
 
 
 def check_compilers(kernels: Iterable[Kernel]) -> None:
-    """Check, before what takes minutes, that these kernels can be compiled here.
+    """Checks, before work that takes minutes, that these kernels can be compiled here.
 
     Raises:
-        UsageError: a compiler is not installed, or is another version.
+        UsageError: a compiler is not installed, or has another version.
     """
     for kind in dict.fromkeys(type(kernel) for kernel in kernels):
         _versions(_COMPILERS[kind])
 
 
 def _key(job: Job) -> str:
-    """Of all that goes into a kernel; the compiler itself need not be loaded for what is in the cache."""
+    """Hashes all inputs of a kernel; cached kernels do not need the compiler itself."""
     compiler = _COMPILERS[type(job.instance)]
     inputs = [job, compiler.OPTIONS, _versions(compiler)]
     return hashlib.sha256(msgspec.json.encode(inputs, order="sorted")).hexdigest()
 
 
 def _versions(compiler: ModuleType) -> dict[str, str]:
-    """Versions of the wheels that a compiler consists of: its WHEELS says how each has to begin."""
+    """Returns the versions of a compiler's wheels, which must have the prefixes in its WHEELS."""
     found = {wheel: _version(wheel) for wheel in compiler.WHEELS}
     for wheel, start in compiler.WHEELS.items():
         given = found[wheel]
         if given is None or not given.startswith(start):
-            why = f"{wheel} is not installed" if given is None else f"{wheel} is {given}, and should be {start}*"
+            why = f"{wheel} is not installed" if given is None else f"{wheel} is {given}, and must be {start}*"
             raise UsageError("GPU kernels cannot be compiled", why, compiler.REMEDY)
     return {wheel: str(given) for wheel, given in found.items()}
 

@@ -1,4 +1,4 @@
-"""What a GPU kernel is before and after it is compiled."""
+"""GPU kernels before and after they are compiled."""
 
 import msgspec
 
@@ -7,48 +7,41 @@ from enginewright.triton_instance import TritonInstance
 
 
 class Instance(msgspec.Struct, frozen=True, tag=True):
-    """One kernel in CUDA C++, specialized.
+    """One kernel in CUDA C++, specialized."""
 
-    source: a header, relative to the folder of sources: "rms_norm.cuh". expression: the C++ name of the
-    specialization, in namespace enginewright: "rms_norm<RmsNorm{.columns = 576}>".
-    """
-
-    source: str
+    source: str  # header, relative to the folder of sources: "rms_norm.cuh"
+    # C++ name of the specialization, in namespace enginewright: "rms_norm<RmsNorm{.columns = 576}>"
     expression: str
 
 
 class Job(msgspec.Struct, frozen=True):
-    """sm: one of `targets.SMS`, or "ptx". texts: the source and what it includes of ours, name → text."""
+    """A kernel to compile for one architecture."""
 
-    instance: Instance | TritonInstance
-    sm: str
-    texts: dict[str, str]
+    instance: Instance | TritonInstance  # the kernel
+    sm: str  # one of `targets.SMS`, or "ptx"
+    texts: dict[str, str]  # the source and our headers that it includes, name → text
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """One kernel for one architecture.
+    """One kernel for one architecture."""
 
-    cubin: machine code; the text of PTX for "ptx". symbol: the kernel's name in it. registers: of a thread.
-    local_bytes: memory of a thread for what its registers do not hold: spills, and arrays with a computed index.
-    static_shared_bytes: of a block. All three are 0 for PTX, where the driver compiles. shared_bytes, num_warps,
-    scratch_bytes: as `code.CompiledKernel` has them; 0 for CUDA C++, where who launches says them.
-    """
-
-    cubin: bytes
-    symbol: str
-    registers: int = 0
+    cubin: bytes  # machine code; the text of PTX for "ptx"
+    symbol: str  # name of the kernel in it
+    registers: int = 0  # registers of a thread; 0 for PTX, which the driver compiles, as for the next two
+    # memory of a thread that registers do not hold, in bytes: spills, and arrays with a computed index
     local_bytes: int = 0
-    static_shared_bytes: int = 0
-    shared_bytes: int = 0
-    num_warps: int = 0
-    scratch_bytes: int = 0
+    static_shared_bytes: int = 0  # static shared memory of a block, in bytes
+    shared_bytes: int = 0  # as in `code.CompiledKernel`; 0 for CUDA C++, where the launch has it, as for the next two
+    num_warps: int = 0  # as in `code.CompiledKernel`
+    scratch_bytes: int = 0  # as in `code.CompiledKernel`
 
     @property
     def launch(self) -> CompiledKernel:
+        """Launch of the kernel, as the engine's code stores it."""
         return CompiledKernel(self.symbol, self.shared_bytes, self.num_warps, self.scratch_bytes)
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """log: what the compiler says."""
+    """A kernel that does not compile."""
 
-    log: str
+    log: str  # text of the compiler

@@ -1,7 +1,7 @@
-"""Compiles one kernel in CUDA C++ with NVRTC, as the wheel of the extra [cuda-build] has it.
+"""Compiles one kernel in CUDA C++ with NVRTC, from the wheel of the extra [cuda-build].
 
-It calls NVRTC itself, since cuda.core asks for a driver before it makes PTX. No toolkit's headers are used: a kernel is
-what our own files say, wherever it is compiled.
+It calls NVRTC itself, since cuda.core needs a driver even for PTX. No toolkit's headers are used: a kernel depends on
+our own files alone, wherever it is compiled.
 """
 
 from collections.abc import Mapping
@@ -11,22 +11,27 @@ from enginewright.builder.cuda.cubin import resources
 from enginewright.builder.cuda.kernel import Compiled, Failed
 from enginewright.targets import PTX
 
-# Wheel → how its version begins. PTX of a newer NVRTC does not run with the drivers of this one.
+# Wheel → prefix of its version. PTX of a newer NVRTC does not run with the drivers of this one.
 WHEELS = {"nvidia-cuda-nvrtc": "13.0.", "cuda-bindings": ""}
 REMEDY = "Install it with: pip install 'enginewright[cuda-build]'"
 OPTIONS = (
     "--std=c++20",
     "--device-as-default-execution-space",
-    "--fmad=false",  # only where a kernel says so: results do not depend on what the compiler fuses
-    "--frandom-seed=enginewright",  # names of what is local to a file have the process's number in them otherwise
+    "--fmad=false",  # kernels ask for fused operations: results do not depend on the compiler's choices
+    "--frandom-seed=enginewright",  # otherwise local names have the number of the process in them
 )
 _RELEASE = (13, 0)
 _PTX_ARCHITECTURE = "compute_80"
 
 
 def compile_cpp(source: str, expression: str, sm: str, texts: Mapping[str, str]) -> Compiled | Failed:
-    """texts: the header and what it includes by `#include "…"`, name → text. Nothing is read from their folder, so
-    that no path of it gets into the code.
+    """Compiles a kernel. Nothing is read from a folder, so that no path gets into the code.
+
+    Args:
+        source: name of the header.
+        expression: name of the specialization.
+        sm: architecture.
+        texts: the header and what it includes by `#include "…"`, name → text.
     """
     from cuda.bindings import nvrtc
 
@@ -52,14 +57,14 @@ def compile_cpp(source: str, expression: str, sm: str, texts: Mapping[str, str])
 
 
 def _checked(status: Any, *result: Any) -> Any:
-    """What a call of NVRTC returns beside its status."""
+    """Returns the result of a call of NVRTC without its status. Raises RuntimeError if it failed."""
     if status:
-        raise RuntimeError(f"NVRTC says {status.name}")
+        raise RuntimeError(f"NVRTC failed: {status.name}")
     return result[0] if len(result) == 1 else result
 
 
 def _text(program: Any, size: Any, get: Any) -> bytes:
-    """What NVRTC has made, into memory that we give it."""
+    """Copies an output of NVRTC."""
     data = bytes(_checked(*size(program)))
     _checked(*get(program, data))
     return data

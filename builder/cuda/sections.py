@@ -1,4 +1,4 @@
-"""The code of an engine: a section for each GPU architecture that it is built for."""
+"""Makes the code of an engine: a section for each GPU architecture of the build."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,12 +10,19 @@ from enginewright.targets import architectures
 
 
 def to_compile(kernel: Specialization) -> Kernel:
-    """The kernel as its compiler takes it."""
+    """Returns the kernel in the form that its compiler reads."""
     return kernel.triton or Instance(kernel.source, kernel.expression)
 
 
 def code_sections(kernels: Mapping[str, Specialization], targets: Iterable[str]) -> dict[str, bytes]:
-    """Kernels by name, compiled for each GPU architecture among the targets, or taken from the cache.
+    """Makes the code sections of an engine, compiled or from the cache.
+
+    Args:
+        kernels: name → kernel.
+        targets: targets of the build; a section is made for each GPU architecture among them.
+
+    Returns:
+        Name of the section → its bytes.
 
     Raises:
         UsageError: the compiler is not installed.

@@ -1,4 +1,4 @@
-"""Compiles one kernel in Triton, as the wheel of the extra [cuda-triton] has it."""
+"""Compiles one kernel in Triton, from the wheel of the extra [cuda-triton]."""
 
 import importlib
 import subprocess
@@ -10,20 +10,25 @@ from enginewright.builder.cuda.kernel import Compiled, Failed
 from enginewright.targets import PTX
 from enginewright.triton_instance import TritonInstance
 
-WHEELS = {"triton": ""}  # wheel → how its version begins
+WHEELS = {"triton": ""}  # wheel → prefix of its version
 REMEDY = (
-    "This model's prompts go through kernels in Triton. Install it with: pip install 'enginewright[cuda-triton]', or "
+    "This model's prompts need kernels in Triton. Install it with: pip install 'enginewright[cuda-triton]', or "
     "build with --batch-invariant, which needs none and reads prompts token by token."
 )
-OPTIONS = {"enable_fp_fusion": False}  # results do not depend on what the compiler fuses
-# Architecture → the capability whose instructions Triton takes.
+OPTIONS = {"enable_fp_fusion": False}  # results do not depend on the compiler's choices
+# Architecture → the capability whose instructions Triton uses.
 _CAPABILITIES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120": 89, PTX: 80}
-# Of capability 12.0 it would make code for sm_120a, which runs there alone. The instructions of 8.9 are there on 12.x.
-_ASSEMBLED_ANEW = ("sm_120",)
+# For capability 12.0 Triton would make code for sm_120a, which runs there alone. 12.x has the instructions of 8.9.
+_ASSEMBLED_AGAIN = ("sm_120",)
 
 
 def compile_triton(instance: TritonInstance, sm: str) -> Compiled | Failed:
-    """To be called in a process of its own: it sets what Triton keeps for all."""
+    """Compiles a kernel. It must run in a process of its own, since it changes Triton's global settings.
+
+    Args:
+        instance: the kernel.
+        sm: architecture.
+    """
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -31,7 +36,7 @@ def compile_triton(instance: TritonInstance, sm: str) -> Compiled | Failed:
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import PTXASError
 
-    knobs.compilation.disable_line_info = True  # it has paths
+    knobs.compilation.disable_line_info = True  # line information has paths
     kernel = getattr(importlib.import_module(instance.module), instance.function)
     constants = dict(instance.constants)
     signature = dict(instance.signature) | dict.fromkeys(constants, "constexpr")
@@ -41,7 +46,7 @@ def compile_triton(instance: TritonInstance, sm: str) -> Compiled | Failed:
         if type[0] == "*" and name not in instance.unaligned
     }
     options = {**OPTIONS, "num_warps": instance.num_warps, "num_stages": instance.num_stages}
-    with tempfile.TemporaryDirectory() as folder:  # Triton's own cache, which does not know of what we set
+    with tempfile.TemporaryDirectory() as folder:  # Triton's own cache would ignore our settings
         knobs.cache.dir = folder
         try:
             source = ASTSource(kernel, signature, constants, aligned)
@@ -49,14 +54,14 @@ def compile_triton(instance: TritonInstance, sm: str) -> Compiled | Failed:
             facts, ptx = made.metadata, made.asm["ptx"].encode()
             if sm == PTX:
                 code = ptx
-            elif sm in _ASSEMBLED_ANEW:
+            elif sm in _ASSEMBLED_AGAIN:
                 code = _assembled(ptx, sm, Path(folder), knobs.nvidia.ptxas.path)
             else:
                 code = made.asm["cubin"]
         except (CompilationError, PTXASError) as error:
             return Failed(str(error))
     if facts.num_ctas != 1 or facts.profile_scratch_size:
-        return Failed("it takes clusters or a profile's memory, which nothing launches")
+        return Failed("it needs clusters or memory for a profile, which our launches do not provide")
     return Compiled(
         code,
         facts.name,

@@ -1,4 +1,4 @@
-"""A process that compiles kernels: a job as a line of JSON on stdin, its answer as a line on stdout.
+"""A process that compiles kernels: a job is a line of JSON on stdin, its result a line on stdout.
 
 `workers.py` starts it, as `python -m enginewright.builder.cuda.worker`.
 """
@@ -24,11 +24,12 @@ def _compile(job: Job) -> Compiled | Failed:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us is interrupted, too, and ends us
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # compilers print
+    """Compiles jobs until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process is interrupted, too, and ends this one
+    results = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # compilers print to stdout
     for line in sys.stdin.buffer:
-        answers.write(msgspec.json.encode(_compile(_JOB.decode(line))) + b"\n")
+        results.write(msgspec.json.encode(_compile(_JOB.decode(line))) + b"\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes that compile kernels. NVRTC has one lock a process, so threads would not help."""
+"""Runs processes that compile kernels. NVRTC has one lock for a process, so threads would not help."""
 
 import subprocess
 import sys
@@ -14,11 +14,15 @@ from enginewright.builder.cuda.kernel import Compiled, Failed, Job
 from enginewright.errors import EngineError
 from enginewright.runtime import env
 
-_ANSWER = msgspec.json.Decoder(Compiled | Failed)
+_RESULT = msgspec.json.Decoder(Compiled | Failed)
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Generator[Compiled | Failed]:
-    """What comes of each job, in their order. Close it early, and the rest is left undone.
+    """Yields the results of jobs, in their order. Closing the generator early leaves out the rest.
+
+    Args:
+        jobs: kernels to compile.
+        processes: maximum of processes.
 
     Raises:
         EngineError: a process has died.
@@ -46,7 +50,8 @@ class _Worker:
     """One process; use it in `with`, and from one thread at a time."""
 
     def __enter__(self) -> "_Worker":
-        command = [sys.executable, "-P", "-m", "enginewright.builder.cuda.worker"]  # -P: not what lies in this folder
+        # -P: no imports from the working directory
+        command = [sys.executable, "-P", "-m", "enginewright.builder.cuda.worker"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env.compiler_environment())
         return self
@@ -68,5 +73,5 @@ class _Worker:
         if not line:
             why = f"its process ended with {self._process.wait()}, at {job.instance} for {job.sm}"
             raise EngineError("the compiler of GPU kernels has died", why)
-        answer: Compiled | Failed = _ANSWER.decode(line)
-        return answer
+        result: Compiled | Failed = _RESULT.decode(line)
+        return result

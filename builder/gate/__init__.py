@@ -1,4 +1,4 @@
-"""The quality gate: a built engine beside the model that it was built from."""
+"""The quality gate: compares a built engine with the model that it was built from."""
 
 from enginewright.builder.gate.config import GateConfig, parse_gate
 from enginewright.builder.gate.gate import Subject, measure

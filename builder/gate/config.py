@@ -1,4 +1,4 @@
-"""What `--gate` asks for: how much is measured, and how far an engine may be from its source."""
+"""The options of `--gate`: the amount of measurement, and the limits of an engine's distance from its source."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,13 +13,13 @@ from enginewright.runtime.commands.quality import Check
 
 @dataclass(frozen=True)
 class Measure:
-    """Something that is measured, and may have a limit."""
+    """A figure that is measured, and may have a limit."""
 
-    name: str  # of the limit, in `--gate`
-    what: str  # in words, for messages
-    least: bool = False  # the limit is the least that passes; otherwise the most
-    highest: float = math.inf  # possible value of the limit
-    full: bool = False  # measured by `--gate full` alone
+    name: str  # name of the limit in `--gate`
+    what: str  # description in words, for messages
+    least: bool = False  # True if the limit is a minimum; otherwise a maximum
+    highest: float = math.inf  # greatest possible limit
+    full: bool = False  # True if only `--gate full` measures it
 
 
 MEASURES = (
@@ -35,11 +35,16 @@ MEASURES = (
 LEVELS = ("quick", "full", "off")
 _BY_NAME = {measure.name: measure for measure in MEASURES}
 
-NEEDLE = 0.75  # of nine, two may be lost
+NEEDLE = 0.75  # two of nine may be lost
 
 
 def limits_of(formats: Iterable[str], kv_dtypes: Iterable[str] = ()) -> dict[str, float]:
-    """The loosest of each limit, of an engine whose layers have these formats, and its KV caches these dtypes."""
+    """Combines the limits of an engine: the loosest of each.
+
+    Args:
+        formats: formats of its layers.
+        kv_dtypes: dtypes of its KV caches.
+    """
     rows = [QUANT_METHODS[name].limits for name in set(formats)]
     rows += [KV_LIMITS[name] for name in set(kv_dtypes) & KV_LIMITS.keys()]
     loosest = {
@@ -52,13 +57,14 @@ def limits_of(formats: Iterable[str], kv_dtypes: Iterable[str] = ()) -> dict[str
 
 @dataclass(frozen=True)
 class GateConfig:
-    """How much the gate measures, and its limits."""
+    """The amount of measurement, and the limits."""
 
-    full: bool = False  # more than the distance on held-out text
-    limits: Mapping[str, float] = field(default_factory=dict)  # by the names of MEASURES, in place of the formats'
+    full: bool = False  # True if it measures more than the distance on held-out text
+    limits: Mapping[str, float] = field(default_factory=dict)  # name in MEASURES → limit, in place of the formats'
 
     @property
     def name(self) -> str:
+        """Name of the level."""
         return "full" if self.full else "quick"
 
     def checks(
@@ -67,7 +73,13 @@ class GateConfig:
         defaults: Mapping[str, float],
         intervals: Mapping[str, tuple[float, float]] | None = None,
     ) -> tuple[Check, ...]:
-        """Each measured value beside its limit. values: by name; what is not there was not measured."""
+        """Compares each measured value with its limit.
+
+        Args:
+            values: name in MEASURES → value; a missing one was not measured.
+            defaults: name → limit of the formats.
+            intervals: name → confidence interval.
+        """
         limits = {**defaults, **self.limits}
         return tuple(
             Check(
@@ -84,10 +96,10 @@ class GateConfig:
 
 
 def parse_gate(text: str) -> GateConfig | None:
-    """`quick`, `full` or `off` (None), and limits: `full,kl=0.05,top1=0.97`; limits alone are of `quick`.
+    """Parses `quick`, `full` or `off` (None), and limits: `full,kl=0.05,top1=0.97`; limits alone mean `quick`.
 
     Raises:
-        UsageError: anything else, a limit that is out of range, or one of `full` for `quick`.
+        UsageError: the text has another form, a limit is out of range, or `quick` has a limit of `full`.
     """
     words = [word.strip() for word in text.lower().split(",")]
     level, *more = [word for word in words if "=" not in word] or ["quick"]
@@ -97,7 +109,7 @@ def parse_gate(text: str) -> GateConfig | None:
     for name, _, number in (word.partition("=") for word in words if "=" in word):
         name = name.strip()
         if name not in _BY_NAME:
-            raise UsageError(f"--gate knows no limit {name!r}", _did_you_mean(name))
+            raise UsageError(f"--gate has no limit {name!r}", _did_you_mean(name))
         if name in limits:
             raise UsageError(f"--gate sets {name} twice")
         limits[name] = _limit(_BY_NAME[name], number.strip())
@@ -116,8 +128,8 @@ def _limit(measure: Measure, number: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= measure.highest or math.isinf(value):
-        most = "up" if math.isinf(measure.highest) else f"to {measure.highest:g}"
-        raise UsageError(f"--gate {measure.name}={number} is not possible", f"it is a number from 0 {most}")
+        range_end = "up" if math.isinf(measure.highest) else f"to {measure.highest:g}"
+        raise UsageError(f"--gate {measure.name}={number} is not possible", f"it is a number from 0 {range_end}")
     return value
 
 

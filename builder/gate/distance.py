@@ -1,6 +1,6 @@
-"""How far the next-token distributions of an engine are from its source's, on texts that both are given.
+"""Measures how far the next-token distributions of an engine are from its source's, on the same texts.
 
-By blocks of positions: the logits of all would not fit.
+It works by blocks of positions: the logits of all would not fit into memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,25 +16,31 @@ from numpy.typing import NDArray
 from enginewright.errors import QualityGateError
 from enginewright.runtime.commands.quality import Distance, PositionRange, rounded
 
-BLOCK_ELEMENTS = 1 << 22  # of the source's logits that a thread computes at once
-PIECE_ELEMENTS = 1 << 18  # of these, compared at once: a cache holds them
+BLOCK_ELEMENTS = 1 << 22  # elements of the source's logits that a thread computes at once
+PIECE_ELEMENTS = 1 << 18  # elements of these that are compared at once, so that a cache holds them
 
 
 class Source(Protocol):
-    """What engines are compared with."""
+    """A model that engines are compared with."""
 
     def logits(self, text: int, begin: int, end: int) -> torch.Tensor:
-        """FLOAT [end - begin, vocab_size]."""
+        """Computes logits, FLOAT [end - begin, vocab_size].
+
+        Args:
+            text: index of the text.
+            begin: first position.
+            end: position after the last one.
+        """
 
 
 @dataclass(frozen=True)
 class Positions:
-    """How the engine's predictions differ from the source's at each position of a text of T tokens."""
+    """Differences between the engine's predictions and the source's at each position of a text of T tokens."""
 
-    kl: torch.Tensor  # DOUBLE [T], nats; not finite where the engine's logits are not
-    same: torch.Tensor  # BOOL [T], whether the same token is the likeliest
-    source_loss: torch.Tensor  # DOUBLE [T - 1], nats that the next token costs the source
-    loss: torch.Tensor  # DOUBLE [T - 1], the same of the engine
+    kl: torch.Tensor  # DOUBLE [T], nats; not finite if the engine's logits are not
+    same: torch.Tensor  # BOOL [T], True if the same token is the most likely
+    source_loss: torch.Tensor  # DOUBLE [T - 1], loss of the next token in the source, in nats
+    loss: torch.Tensor  # DOUBLE [T - 1], the same in the engine
 
 
 def compare(
@@ -44,11 +50,14 @@ def compare(
     threads: int = 1,
     done: Callable[[int], None] = lambda positions: None,
 ) -> list[Positions]:
-    """What is found in each text; the same by whatever number of threads.
+    """Compares the logits of each text; the result does not depend on the number of threads.
 
     Args:
-        produced: the engine's logits: which text, from which position on, and [positions, vocab_size].
-        done: called with the number of positions when so many more have been compared.
+        source: the source.
+        produced: the engine's logits: index of the text, first position, and [positions, vocab_size].
+        texts: token ids.
+        threads: number of threads.
+        done: called with the number of positions that were just compared.
 
     Raises:
         QualityGateError: the source's own logits are not finite.
@@ -67,7 +76,7 @@ def compare(
 def _compare_block(
     source: Source, text: int, first: int, logits: NDArray[np.float32], tokens: Sequence[int], begin: int
 ) -> Positions:
-    """logits: of the engine, from position `first` on."""
+    """Compares a block; `logits` are the engine's, from position `first` on."""
     vocab_size = logits.shape[1]
     actual = torch.from_numpy(logits[begin - first :][: max(BLOCK_ELEMENTS // vocab_size, 1)])
     expected = source.logits(text, begin, begin + len(actual))
@@ -77,9 +86,12 @@ def _compare_block(
 
 
 def compare_rows(expected: torch.Tensor, actual: torch.Tensor, following: Sequence[int]) -> Positions:
-    """Logits of some positions, FLOAT [T, vocab_size] of the source and the engine. In fp32, but for sums.
+    """Compares logits of some positions, FLOAT [T, vocab_size]; everything but sums is in fp32.
 
-    following: the next token of each, and more; or one less, where the text ends.
+    Args:
+        expected: logits of the source.
+        actual: logits of the engine.
+        following: the next token of each position, and more; one fewer at the end of the text.
     """
     (top, expected_token), (other_top, actual_token) = expected.max(1), actual.max(1)
     if not top.isfinite().all():
@@ -106,7 +118,7 @@ def _joined(parts: Sequence[Positions]) -> Positions:
 
 
 def distance(found: Sequence[Positions]) -> Distance:
-    """Over all positions of some texts."""
+    """Summarizes all positions of some texts."""
     kl, same = torch.cat([one.kl for one in found]), torch.cat([one.same for one in found])
     finite = kl.isfinite()
     count = int(finite.sum())
@@ -123,7 +135,7 @@ def distance(found: Sequence[Positions]) -> Distance:
 
 
 def by_position(found: Sequence[Positions]) -> tuple[PositionRange, ...]:
-    """0, 1, 2-3, 4-7, …: each range as long as all before it."""
+    """Summarizes ranges of positions, 0, 1, 2-3, 4-7, …: each is as long as all before it."""
     longest, ranges = max(len(one.kl) for one in found), []
     begin, end = 0, 1
     while begin < longest:
@@ -134,7 +146,7 @@ def by_position(found: Sequence[Positions]) -> tuple[PositionRange, ...]:
 
 
 def _mean(values: torch.Tensor) -> float | None:
-    """Of those that are finite."""
+    """Averages the finite values; None if there are none."""
     finite = values[values.isfinite()]
     return float(finite.mean()) if len(finite) else None
 

@@ -1,8 +1,8 @@
-"""What `--gate full` adds: finding a number in a long text, and what the engine writes, with the source looking on.
+"""The additional measurements of `--gate full`: finding a number in a long text, and what the engine writes.
 
-The source is streamed weight by weight and cannot write; it can be given texts. So it is asked which token it would
-have put at each position: of the number that is to be found, and of what the engine has written. Up to where the two
-part, that is what the source would have written itself.
+The source is streamed weight by weight and cannot write; it can only evaluate texts. So its most likely token is
+computed at each position: of the number that is to be found, and of the engine's completion. Up to the first
+difference, that is what the source would have written itself.
 """
 
 import json
@@ -20,13 +20,13 @@ from enginewright.runtime.commands.quality import Full, Needle, Writing, rounded
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import SamplingParams
 
-NEEDLE_LENGTHS = (256, 1024, 4096)  # tokens
-NEEDLE_DEPTHS = (0.1, 0.5, 0.9)
+NEEDLE_LENGTHS = (256, 1024, 4096)  # tokens of the texts
+NEEDLE_DEPTHS = (0.1, 0.5, 0.9)  # positions of the number, as a share of the text
 NEEDLE = "\nThe number on the green door is"
-PROMPT_TOKENS = 32  # of a held-out text, which the engine goes on with
-WRITTEN_TOKENS = 64
-STREAM_TOKENS = 4096  # of texts whose activations are in memory at once
-MOST_SEQUENCES = 8  # in a step of the engine
+PROMPT_TOKENS = 32  # tokens of a held-out text that the engine continues
+WRITTEN_TOKENS = 64  # tokens of a completion
+STREAM_TOKENS = 4096  # tokens of texts whose activations are in memory at once
+MAX_SEQUENCES = 8  # sequences in a step of the engine
 JSON_EXAMPLES = (
     ("Anna Holm, 31, lives in Oslo", {"name": "Anna Holm", "age": 31, "city": "Oslo"}),
     ("Bruno, 45, from Porto", {"name": "Bruno", "age": 45, "city": "Porto"}),
@@ -48,18 +48,24 @@ class _Question:
     """A prompt whose completions by the engine and by the source are compared."""
 
     prompt: Sequence[int]  # token ids
-    most: int  # tokens of the completion, at most
+    max_tokens: int  # maximum of the completion's tokens
     stop: tuple[str, ...] = ()  # strings that end the completion
-    answer: Sequence[int] | None = None  # tokens that are expected; None: the engine may write what it likes
+    answer: Sequence[int] | None = None  # expected tokens; None: any completion
 
 
 def measure_full(source: ir.Model, engine: Engine, threads: int) -> Full:
-    """What fits the engine's longest sequence."""
+    """Measures what fits the engine's longest sequence.
+
+    Args:
+        source: graph of the source.
+        engine: the engine.
+        threads: number of threads.
+    """
     fits = engine.plan.max_seq_len
     places = [(length, depth) for length in NEEDLE_LENGTHS for depth in NEEDLE_DEPTHS if length <= fits]
     needles = [_needle(engine, index, *place) for index, place in enumerate(places)]
     names, prompts = zip(*_prompts(engine), strict=True)
-    kept = [index for index, prompt in enumerate(prompts) if len(prompt.prompt) + prompt.most <= fits]
+    kept = [index for index, prompt in enumerate(prompts) if len(prompt.prompt) + prompt.max_tokens <= fits]
     questions = [*needles, *(prompts[index] for index in kept)]
     if not questions:
         return Full((), ())
@@ -78,30 +84,30 @@ def measure_full(source: ir.Model, engine: Engine, threads: int) -> Full:
 
 
 def full_values(full: Full) -> dict[str, float | None]:
-    """By the names of MEASURES; what there was nothing to tell of is not there."""
+    """Computes the values of MEASURES; one without data is missing."""
     values: dict[str, float | None] = {}
     found = [needle.engine for needle in full.needles if needle.source]
-    asked = [writing.valid_json for writing in full.writings if writing.valid_json is not None]
+    valid = [writing.valid_json for writing in full.writings if writing.valid_json is not None]
     if found:
         values["needle"] = rounded(statistics.mean(found), 4)
-    if asked:
-        values["json"] = rounded(statistics.mean(asked), 4)
+    if valid:
+        values["json"] = rounded(statistics.mean(valid), 4)
     if full.writings:
         values["divergence"] = float(statistics.median(writing.agreed for writing in full.writings))
     return values
 
 
 def _needle(engine: Engine, index: int, length: int, depth: float) -> _Question:
-    """Held-out text with a number in it, and the beginning of the sentence that tells it once more."""
+    """Makes a held-out text with a number in it, then the start of the sentence that repeats it."""
     tokenizer = engine.tokenizer
-    asked = tokenizer.encode(NEEDLE, add_special_tokens=False)
+    sentence = tokenizer.encode(NEEDLE, add_special_tokens=False)
     number = tokenizer.encode(f" {1009 + 911 * index}", add_special_tokens=False)
     end = tokenizer.encode(".\n", add_special_tokens=False)
     hay = [token for text in held_out(tokenizer, engine.plan.vocab_size) for token in text.tokens]
-    room = max(length - 2 * len(asked + number) - len(end), 0)
-    hay = (hay * -(-room // len(hay)))[:room]
-    at = int(room * depth)
-    prompt = [*hay[:at], *asked, *number, *end, *hay[at:], *asked]
+    hay_tokens = max(length - 2 * len(sentence + number) - len(end), 0)
+    hay = (hay * -(-hay_tokens // len(hay)))[:hay_tokens]
+    split = int(hay_tokens * depth)
+    prompt = [*hay[:split], *sentence, *number, *end, *hay[split:], *sentence]
     return _Question(prompt, len(number), answer=number)
 
 
@@ -115,10 +121,12 @@ def _prompts(engine: Engine) -> Iterator[tuple[str, _Question]]:
 
 
 def _written(engine: Engine, questions: Sequence[_Question], threads: int) -> list[list[int]]:
-    """What the engine answers, greedily."""
-    params = [SamplingParams(temperature=0, max_tokens=question.most, stop=question.stop) for question in questions]
-    longest = max(len(question.prompt) + question.most for question in questions)
-    with LLM(engine, max_model_len=longest, max_num_seqs=MOST_SEQUENCES, threads=threads) as llm:
+    """Generates the engine's greedy completions."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=question.max_tokens, stop=question.stop) for question in questions
+    ]
+    longest = max(len(question.prompt) + question.max_tokens for question in questions)
+    with LLM(engine, max_model_len=longest, max_num_seqs=MAX_SEQUENCES, threads=threads) as llm:
         outputs = llm.generate([list(question.prompt) for question in questions], params)
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -133,19 +141,19 @@ def _is_json(engine: Engine, tokens: Sequence[int]) -> bool:
 def _agreed(
     source: ir.Model, questions: Sequence[_Question], answers: Sequence[Sequence[int]], threads: int
 ) -> Iterator[int]:
-    """How many tokens of each answer the source would have put there as well, before the first that it would not."""
+    """Counts the tokens of each completion up to the first that the source would not have chosen."""
     texts = [[*question.prompt, *answer] for question, answer in zip(questions, answers, strict=True)]
     for batch in _batches([len(text) for text in texts]):
         streamed = stream(source, [texts[index] for index in batch], threads=threads)
-        for place, index in enumerate(batch):
+        for row, index in enumerate(batch):
             begin, answer = len(questions[index].prompt), answers[index]
-            chosen = streamed.logits(place, begin - 1, begin - 1 + len(answer)).argmax(1).tolist()
+            chosen = streamed.logits(row, begin - 1, begin - 1 + len(answer)).argmax(1).tolist()
             same = (one == other for one, other in zip(chosen, answer, strict=True))
             yield sum(1 for _ in takewhile(bool, same))
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[range]:
-    """Texts that follow each other and have no more than STREAM_TOKENS together, or one that has more."""
+    """Groups consecutive texts with up to STREAM_TOKENS in all, or a single longer one."""
     begin = total = 0
     for index, length in enumerate(lengths):
         if index > begin and total + length > STREAM_TOKENS:

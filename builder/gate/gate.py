@@ -1,7 +1,7 @@
-"""The gate: measures a built engine beside the model that it was built from, and says whether it may be written.
+"""The gate: compares a built engine with the model that it was built from, and decides if it may be written.
 
-`quick` compares a batch of texts after the other, and ends where it is sure of every limit, or of one that is not kept:
-see `intervals`. The batches, and when it ends, depend on what is computed and on nothing else, no clock above all.
+`quick` compares one batch of texts after another, and ends when every limit is certain to hold, or one is certain to be
+broken: see `intervals`. The batches and the end depend only on computed values, never on a clock.
 """
 
 import math
@@ -41,28 +41,33 @@ from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.engine import Engine
 
-TOKENS = 4096  # of held-out text
-BATCHES = LOOKS + 1  # that the texts are compared in
-LAYER_TOKENS = 512  # of which every layer's error is measured
-LAYER_PRODUCTS = 4  # how much more of a weight's work the error of a layer is than its product with a token
-STEP_ELEMENTS = 1 << 25  # of the engine's logits in a step
+TOKENS = 4096  # tokens of held-out text
+BATCHES = LOOKS + 1  # batches of texts
+LAYER_TOKENS = 512  # tokens on which every layer's error is measured
+LAYER_PRODUCTS = 4  # work of a layer's error, in products of its weight with a token
+STEP_ELEMENTS = 1 << 25  # elements of the engine's logits in a step
 FINITE = "share of positions with finite logits"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged."""
+    """The engine that is judged, and its source."""
 
-    engine: Path  # the finished file, under a temporary name
-    source: ir.Model  # the graph as imported
-    dense: ir.Model  # the graph before it was quantized (`keep` of run_pipeline)
-    sections: Mapping[str, str]  # names of the graph's weights → names of the plan's
-    quant: QuantConfig  # the method that it was quantized with
-    targets: Sequence[Target] = (CPU_TARGET,)  # that it was built for
+    engine: Path  # finished file, under a temporary name
+    source: ir.Model  # graph as imported
+    dense: ir.Model  # graph before it was quantized (`keep` of run_pipeline)
+    sections: Mapping[str, str]  # name of a weight in the graph → its name in the plan
+    quant: QuantConfig  # method that it was quantized with
+    targets: Sequence[Target] = (CPU_TARGET,)  # targets that it was built for
 
 
 def measure(config: GateConfig, subject: Subject, progress: Progress) -> QualityReport:
-    """The same report by whatever number of threads.
+    """Measures an engine; the report does not depend on the number of threads.
+
+    Args:
+        config: options of the gate.
+        subject: the engine and its source.
+        progress: receiver of progress.
 
     Raises:
         QualityGateError: the source's own logits are not finite.
@@ -95,21 +100,24 @@ def measure(config: GateConfig, subject: Subject, progress: Progress) -> Quality
 
 
 def batches(count: int) -> Iterator[range]:
-    """Texts by number, in the order in which they are compared: every so manyth of the file, where texts of a kind
-    stand together, so that each batch has some of each kind.
+    """Yields batches of texts by number, in the order of comparison.
+
+    Each batch takes texts at equal distances from the file, which groups them by kind, so that it has some of each
+    kind.
     """
     yield from (batch for first in range(BATCHES) if (batch := range(first, count, BATCHES)))
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What there is to do, in multiplications; good enough to expect a time by."""
+    """The work to do, in multiplications, as an estimate of the time."""
 
     layers: int  # elements of the weights of all linear layers but the head
     head: int  # elements of the head
 
     @staticmethod
     def of(source: ir.Model) -> "_Work":
+        """Estimates the work from the source's graph."""
         logits = head_of(source)
         assert logits is not None, "embedding models have a gate of their own"
         head = logits.weight
@@ -118,18 +126,18 @@ class _Work:
         return _Work(sum(math.prod(shape_of(weight)) for weight in every), math.prod(shape_of(head)))
 
     def total(self, lengths: Sequence[int], short: Sequence[int], targets: int) -> int:
-        """Of texts of these lengths, and of the layers' errors on the short ones."""
+        """Estimates the work for texts of these lengths, and for the layers' errors on the short ones."""
         position = self.layers + targets * self.of_position
         return sum(lengths) * position + targets * LAYER_PRODUCTS * sum(short) * self.layers
 
     @property
     def of_position(self) -> int:
-        """Of an engine, with the logits of both."""
+        """Work for a position of an engine, with the logits of both models."""
         return self.layers + 2 * self.head
 
     @staticmethod
     def watch(progress: Progress) -> Visit:
-        """For `stream`: a layer is done when the next one is visited, which is near enough."""
+        """Makes a visitor for `stream` that counts a layer when it is visited."""
 
         def visit(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
             progress.advance(sum(map(len, inputs)) * math.prod(shape_of(linear.weight)))
@@ -139,17 +147,17 @@ class _Work:
 
 @dataclass
 class _OnTarget:
-    """An engine as it is measured on a target: the engine itself where a build can run it, or what it would compute."""
+    """The measurement of an engine on a target: it runs if the build can run it, and is simulated if not."""
 
-    config: GateConfig
-    subject: Subject
-    target: Target
-    engine: Engine
-    texts: Sequence[HeldOutText]
-    threads: int
-    progress: Progress
-    layers: tuple[LayerError, ...] = ()  # the worst first
-    compared: dict[int, Positions] = field(default_factory=dict)  # texts by number
+    config: GateConfig  # options of the gate
+    subject: Subject  # engine and source
+    target: Target  # target
+    engine: Engine  # the engine, open
+    texts: Sequence[HeldOutText]  # held-out texts
+    threads: int  # number of threads
+    progress: Progress  # receiver of progress
+    layers: tuple[LayerError, ...] = ()  # errors of layers, the worst first
+    compared: dict[int, Positions] = field(default_factory=dict)  # number of a text → its differences
 
     def __post_init__(self) -> None:
         self._weights = FileWeights(self.engine, self.subject.sections)
@@ -161,6 +169,7 @@ class _OnTarget:
             self._executor = CpuExecutor(self.engine, limits)
 
     def measure_layers(self, texts: Sequence[Sequence[int]]) -> None:
+        """Measures the errors of layers on some texts."""
         tokens = sum(map(len, texts))
 
         def done(elements: int) -> None:
@@ -170,7 +179,7 @@ class _OnTarget:
         self.layers = layer_errors(dense, quant, self._weights, texts, self.threads, self.target, done)
 
     def compare(self, source: Streamed, batch: Sequence[int]) -> None:
-        """source: of the texts of the batch."""
+        """Compares a batch of texts, which `source` has streamed."""
         plan, tokens = self.engine.plan, [self.texts[index].tokens for index in batch]
         if self._executor is not None:
             produced = forced(self._executor, tokens)
@@ -186,11 +195,13 @@ class _OnTarget:
 
     @property
     def is_decided(self) -> bool:
+        """True if further texts cannot change the decision."""
         checks = self._checks({})
         refused = any(check.sure and not check.passed for check in checks)
         return len(self.compared) > 1 and (refused or all(check.sure for check in checks))
 
     def measured(self) -> Measured:
+        """Makes the report of the target."""
         full = None
         if self.config.full and self.target.runs_in_builds:
             full = measure_full(self.subject.source, self.engine, self.threads)
@@ -209,11 +220,11 @@ class _OnTarget:
 
     @property
     def _found(self) -> list[Positions]:
-        """In the order of the texts, whatever the order in which they were compared."""
+        """Differences in the order of the texts, whatever the order of comparison."""
         return [self.compared[index] for index in sorted(self.compared)]
 
     def _checks(self, more: Mapping[str, float | None]) -> tuple[Check, ...]:
-        """What the texts tell that were compared so far. more: other values, by the names of MEASURES."""
+        """Checks the limits on the texts so far. more: name in MEASURES → other value."""
         found = self._found
         whole, formats = distance(found), [layer.method for layer in self.layers]
         kv_dtypes = [plane.dtype for cache in self.engine.plan.paged_caches for plane in cache.planes]

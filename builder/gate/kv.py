@@ -1,4 +1,4 @@
-"""What the gate knows of KV caches: how they round what attention reads, and what they may lose beside layers."""
+"""KV caches in the gate: the rounding of attention's inputs, and the losses that are allowed in addition to layers'."""
 
 import math
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from enginewright.dtypes import DTYPES, DType
 from enginewright.plugins.attention.kv_write import STORED_NAMES, hadamard_block, padded_head_dim
-from enginewright.plugins.gemm.quantize_rows import LARGEST_CODE, TINY
+from enginewright.plugins.gemm.quantize_rows import MAX_CODES, TINY
 
-# By Plane.dtype, as LIMITS of config.py: rows beside those of the layers, for what loses more than layers of BF16 may.
+# Plane.dtype → limits, as LIMITS of config.py: rows for dtypes that lose more than layers of BF16 may.
 KV_LIMITS: Mapping[str, Mapping[str, float]] = {
     # 0.0053, 0.960, 1.001 with bf16 weights, 0.002
     "e4m3": {"kl": 0.02, "top1": 0.90, "ppl": 1.04, "layer": 0.02},
@@ -23,13 +23,15 @@ KV_LIMITS: Mapping[str, Mapping[str, float]] = {
 def attended(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: tuple[int, int], stored: ir.DataType, queries: ir.DataType
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values as attention reads them.
+    """Rounds queries, keys and values as attention reads them.
 
     Args:
-        q, k, v: [..., heads·D], FLOAT.
-        heads: of queries, and of keys and values.
-        stored: what the KV cache holds, one of `STORED`.
-        queries: what attention rounds queries to, beyond BFLOAT16.
+        q: queries [..., heads·D], FLOAT.
+        k: keys [..., heads·D], FLOAT.
+        v: values [..., heads·D], FLOAT.
+        heads: number of heads of queries, and of keys and values.
+        stored: dtype of the KV cache, one of `STORED`.
+        queries: dtype that attention rounds queries to, beyond BFLOAT16.
     """
     if DTYPES[STORED_NAMES[stored]].kv_group:
         q, k = (_rotated(x, count) for x, count in zip((q, k), heads, strict=True))
@@ -38,7 +40,7 @@ def attended(
 
 
 def _rotated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[..., heads·D], each head by Hadamard matrices: the fast Walsh-Hadamard transform of each block of it."""
+    """Rotates each head of [..., heads·D] by Hadamard matrices: the fast Walsh-Hadamard transform of its blocks."""
     order: int = hadamard_block(x.shape[-1] // heads)
     blocks, half = torch.unflatten(x, -1, (-1, order)), 1
     while half < order:
@@ -48,11 +50,11 @@ def _rotated(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _in_groups(by_head: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """[..., D] as codes of 4 bits stand for it."""
+    """Rounds [..., D] to the numbers that 4-bit codes represent."""
     head_dim = by_head.shape[-1]
     x = torch.unflatten(F.pad(by_head, (0, padded_head_dim(head_dim) - head_dim)), -1, (-1, dtype.kv_group))
-    least, largest = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    zero, scale = least.bfloat16().float(), ((largest - least) / 15).bfloat16().float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    zero, scale = low.bfloat16().float(), ((high - low) / 15).bfloat16().float()
     no_scale = scale < (zero.abs() * 2**-14).clamp(min=dtype.tiny)
     no_zero = zero.abs() < (scale * 2**-10).clamp(min=dtype.tiny)
     scale, zero = scale.masked_fill(no_scale, 0.0), zero.masked_fill(no_zero, 0.0)
@@ -63,14 +65,20 @@ def _in_groups(by_head: torch.Tensor, dtype: DType) -> torch.Tensor:
 
 
 def as_stored(x: torch.Tensor, heads: int, dtype: ir.DataType) -> torch.Tensor:
-    """[..., heads·D], rounded as the rows of a KV pool are: plugins/attention/kv_write.py."""
+    """Rounds [..., heads·D] as the rows of a KV pool are: plugins/attention/kv_write.py.
+
+    Args:
+        x: keys or values, FLOAT.
+        heads: number of heads.
+        dtype: dtype of the pool.
+    """
     if dtype == ir.DataType.BFLOAT16:
         return x.bfloat16().float()
     if DTYPES[STORED_NAMES[dtype]].kv_group:
         return _in_groups(torch.unflatten(x, -1, (heads, -1)), DTYPES[STORED_NAMES[dtype]]).flatten(-2)
-    by_head, most = torch.unflatten(x, -1, (heads, -1)), LARGEST_CODE[dtype]
-    largest = by_head.abs().amax(-1, keepdim=True)
-    factor = torch.full_like(largest, most) / largest  # most / largest would be most * (1 / largest), rounded twice
-    codes = (by_head * torch.where(largest < TINY[dtype], 0.0, factor)).clamp_(-most, most)
+    by_head, max_code = torch.unflatten(x, -1, (heads, -1)), MAX_CODES[dtype]
+    amax = by_head.abs().amax(-1, keepdim=True)
+    factor = torch.full_like(amax, max_code) / amax  # max_code / amax would be max_code * (1 / amax), rounded twice
+    codes = (by_head * torch.where(amax < TINY[dtype], 0.0, factor)).clamp_(-max_code, max_code)
     codes = codes.round_() if dtype == ir.DataType.INT8 else codes.to(torch.float8_e4m3fn).float()
-    return (codes * (largest / most)).flatten(-2)
+    return (codes * (amax / max_code)).flatten(-2)

@@ -1,4 +1,4 @@
-"""What each linear layer of an engine makes of its source's activations: which layers a format hurts, and how much."""
+"""Errors of each linear layer on its source's activations: they show which layers a format hurts, and how much."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,28 +20,41 @@ from enginewright.plugins.target import CPU_TARGET, Target
 from enginewright.runtime.commands.quality import LayerError, rounded
 from enginewright.runtime.engine import Engine
 
-PIECE_ELEMENTS = 1 << 20  # of a weight, compared at once by a thread
-# Errors are divided by this share of the median at least: a token that a layer has next to nothing for says little.
+PIECE_ELEMENTS = 1 << 20  # elements of a weight that a thread compares at once
+# Minimum of an error's divisor, as a share of the median: tokens with a tiny output say little about a layer.
 FLOOR = 0.1
-SMALLEST = 1e-30
+SMALLEST = 1e-30  # smallest divisor of an error
 
 
 class FileWeights:
-    """The weights of an engine as its GEMMs read them.
-
-    Args:
-        sections: name in the graph → name in the plan.
-    """
+    """The weights of an engine as its GEMMs read them."""
 
     def __init__(self, engine: Engine, sections: Mapping[str, str]) -> None:
+        """Keeps the engine.
+
+        Args:
+            engine: the engine, open.
+            sections: name in the graph → name in the plan.
+        """
         self._engine, self._sections = engine, sections
 
     def rows(self, weight: ir.Value, method: QuantConfig) -> RowReader:
-        """FLOAT."""
+        """Opens a weight for reading by rows, in FLOAT.
+
+        Args:
+            weight: the weight.
+            method: its format.
+        """
         readers = [unpack_rows(data, form) for data, form in self._parts(weight, method)]
         return lambda begin, end: method.restore(*(rows(begin, end) for rows in readers))
 
     def nbytes(self, weight: ir.Value, method: QuantConfig) -> int:
+        """Computes the bytes of a weight in the file.
+
+        Args:
+            weight: the weight.
+            method: its format.
+        """
         return sum(form.nbytes for _, form in self._parts(weight, method))
 
     def _parts(self, weight: ir.Value, method: QuantConfig) -> list[tuple[memoryview, PackedForm]]:
@@ -62,17 +75,27 @@ def layer_errors(
     target: Target = CPU_TARGET,
     done: Callable[[int], None] = lambda elements: None,
 ) -> tuple[LayerError, ...]:
-    """All linear layers, and the tables; the worst first. The same by whatever number of threads.
+    """Measures the errors of all linear layers and tables; the result does not depend on the number of threads.
 
     Args:
-        dense: the graph that was quantized, as it was before; weights whose codes were chosen are restored in it.
-        done: called with the number of a layer's weights when its error is known; not of tables.
+        dense: the graph before it was quantized; weights whose codes were chosen are restored in it.
+        quant: the method.
+        weights: weights of the engine.
+        texts: token ids.
+        threads: number of threads.
+        target: the target.
+        done: called with the number of a layer's weights when its error is known; not for tables.
+
+    Returns:
+        The errors, the worst first.
     """
-    formats = {weight: already.stored_as for weight in dense.graph.initializers.values() if (already := stored(weight))}
+    formats = {
+        weight: existing.stored_as for weight in dense.graph.initializers.values() if (existing := stored(weight))
+    }
     for weight in formats:
-        already = stored(weight)
-        if already is not None and already.origin is not None:
-            weight.const_value = already.origin
+        existing = stored(weight)
+        if existing is not None and existing.origin is not None:
+            weight.const_value = existing.origin
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = _Errors(weights, quant, formats, target, pool, done)
         stream(dense, texts, found.of_linear, threads)
@@ -95,12 +118,18 @@ class _Errors:
         pool: ThreadPoolExecutor,
         done: Callable[[int], None],
     ) -> None:
-        """formats: of weights that have one of their own."""
+        """formats: weight → its format, if it has one of its own."""
         self.layers: list[LayerError] = []
         self._done = done
         self._weights, self._quant, self._formats, self._target, self._pool = weights, quant, formats, target, pool
 
     def of_linear(self, linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> None:
+        """Measures a linear layer.
+
+        Args:
+            linear: the layer.
+            inputs: input of the layer in each text, [tokens, K].
+        """
         weight, x = linear.weight, torch.cat(list(inputs))
         method = self._formats.get(weight, self._quant)
         source, file = open_rows(weight), self._weights.rows(weight, method)
@@ -117,12 +146,18 @@ class _Errors:
         self._done(math.prod(shape_of(weight)))
 
     def of_table(self, table: ir.Value, method: QuantConfig) -> None:
+        """Measures a table.
+
+        Args:
+            table: the table.
+            method: its format.
+        """
         compare = partial(_compare_rows, open_rows(table), self._weights.rows(table, method))
         errors, sizes = zip(*self._pool.map(compare, *_pieces(table, 0, shape_of(table)[0])), strict=True)
         self._add(table, method, torch.cat(errors), torch.cat(sizes))
 
     def _add(self, weight: ir.Value, method: QuantConfig, error: torch.Tensor, size: torch.Tensor) -> None:
-        """error, size: squares, of each token or row."""
+        """Adds a layer. error, size: sums of squares for each token or row."""
         norms = size.sqrt()
         relative = error.sqrt() / norms.clamp(min=max(FLOOR * float(norms.median()), SMALLEST))
         name = str(weight.name).removesuffix(".weight")
@@ -133,7 +168,7 @@ class _Errors:
 def _compare_products(
     x: torch.Tensor, x_read: torch.Tensor, source: RowReader, file: RowReader, begin: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squares of the error and of the product with some rows, DOUBLE [tokens]."""
+    """Sums the squares of the error and of the product with some rows, DOUBLE [tokens]."""
     product = x @ source(begin, end).t()
     error = x_read @ file(begin, end).t() - product
     return error.double().square().sum(1), product.double().square().sum(1)
@@ -146,7 +181,7 @@ def _compare_rows(source: RowReader, file: RowReader, begin: int, end: int) -> t
 
 
 def _pieces(weight: ir.Value, first: int, last: int) -> tuple[range, list[int]]:
-    """Where pieces of some rows of a weight begin, and where they end."""
+    """Cuts rows of a weight into pieces; returns where they begin, and where they end."""
     step = max(PIECE_ELEMENTS // shape_of(weight)[1] // ROWS, 1) * ROWS
     begins = range(first, last, step)
     return begins, [min(begin + step, last) for begin in begins]

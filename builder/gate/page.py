@@ -1,4 +1,4 @@
-"""The quality report as one HTML page that needs nothing else: no scripts, no files, light and dark."""
+"""The quality report as one self-contained HTML page: no scripts, no files, light and dark."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,13 @@ svg .dot, svg .bar { fill: var(--c); }
 
 
 def page(report: QualityReport, measured: Measured, about: About) -> str:
-    """measured: the first of the report; each platform has a part of its own."""
+    """Writes the page.
+
+    Args:
+        report: the quality report.
+        measured: its first platform; each other one has a part of its own.
+        about: facts about the engine.
+    """
     verdict = "refused" if report.failed else "passed"
     recipe = ", ".join(f"{key} {value}" for key, value in about.recipe.items())
     body = [
@@ -94,7 +100,7 @@ def _checks(measured: Measured) -> Iterator[str]:
 
 
 def _by_layer(layers: Sequence[LayerError]) -> Iterator[str]:
-    """Errors and sizes in the order of the model, a colour for each kind of layer."""
+    """Plots errors and sizes in the order of the model, with a colour for each kind of layer."""
     errors: dict[str, list[tuple[float, float, str]]] = {}
     sizes: dict[int, dict[str, tuple[float, str]]] = {}
     tables: list[str] = []
@@ -111,7 +117,7 @@ def _by_layer(layers: Sequence[LayerError]) -> Iterator[str]:
     yield "<h2>Error by layer</h2><p>Of each linear layer's output on the source's activations, relative to it.</p>"
     yield lines(errors, "layer", "error, %")
     yield "<h2>Size by layer</h2><p>Weights with their scales, as the file holds them. "
-    yield f"Beside them: {escape(', '.join(tables))}.</p>"
+    yield f"In addition: {escape(', '.join(tables))}.</p>"
     yield bars([*sizes.values()], [*map(str, sizes)], "layer", "MiB")
 
 
@@ -135,10 +141,10 @@ def _full(full: Full) -> Iterator[str]:
         ((str(one.length), f"{one.depth:g}", found[one.source], found[one.engine]) for one in full.needles),
     )
     yield "<h2>Writing</h2><p>How many tokens the source would have written as well, before it went another way.</p>"
-    said = {None: "", True: "yes", False: "no"}
+    words = {None: "", True: "yes", False: "no"}
     yield from _table(
         ("after", "tokens", "agreed", "valid JSON"),
-        ((one.prompt, str(one.tokens), str(one.agreed), said[one.valid_json]) for one in full.writings),
+        ((one.prompt, str(one.tokens), str(one.agreed), words[one.valid_json]) for one in full.writings),
     )
 
 
@@ -161,7 +167,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _cell(tag: str, text: str, kind_of: Sequence[str]) -> str:
-    """kind_of: the texts that say how it looks: its own, or those below it."""
+    """Writes a cell. kind_of: texts that decide its style: its own, or those below it."""
     kind = {"failed": "bad", "lost": "bad", "passed": "good"}.get(text, "")
     if kind_of and all(other.replace(".", "").replace("e-", "").isdigit() for other in kind_of):
         kind = "number"

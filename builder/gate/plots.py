@@ -1,4 +1,4 @@
-"""Plots as SVG text, of one style: lines, and stacked bars. Colours are those of the page around them (`--c0`, …)."""
+"""Plots as SVG text in one style: lines, and stacked bars. Colours are those of the page (`--c0`, …)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,19 @@ from html import escape
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40  # around the axes
-COLOURS = 6
-TICKS = 5  # about so many
-LEGEND_LINE = 20
+COLOURS = 6  # number of colours
+TICKS = 5  # approximate number of ticks
+LEGEND_LINE = 20  # height of a line of the legend
 
 
 def lines(series: Mapping[str, Sequence[tuple[float, float, str]]], x_label: str, y_label: str) -> str:
-    """series: name → points (x, y, its tooltip)."""
+    """Plots lines.
+
+    Args:
+        series: name → points (x, y, tooltip).
+        x_label: label of the x axis.
+        y_label: label of the y axis.
+    """
     points = [point for own in series.values() for point in own]
     axes = _Axes([x for x, _, _ in points], [y for _, y, _ in points], x_label, y_label)
     body = []
@@ -29,7 +35,14 @@ def lines(series: Mapping[str, Sequence[tuple[float, float, str]]], x_label: str
 
 
 def bars(heights: Sequence[Mapping[str, tuple[float, str]]], labels: Sequence[str], x_label: str, y_label: str) -> str:
-    """heights: of each bar, name of a part → (its height, its tooltip)."""
+    """Plots stacked bars.
+
+    Args:
+        heights: for each bar, name of a part → (height, tooltip).
+        labels: label of each bar.
+        x_label: label of the x axis.
+        y_label: label of the y axis.
+    """
     names = list(dict.fromkeys(name for parts in heights for name in parts))
     totals = [sum(height for height, _ in parts.values()) for parts in heights]
     axes = _Axes([-0.5, len(heights) - 0.5], totals, x_label, y_label, labels)
@@ -47,7 +60,7 @@ def bars(heights: Sequence[Mapping[str, tuple[float, str]]], labels: Sequence[st
 
 
 class _Axes:
-    """Both from 0 on but for bars; labels: of whole numbers on x, in place of the numbers."""
+    """Axes that start at 0, but for bars; `labels` replace whole numbers on x."""
 
     def __init__(
         self, xs: Sequence[float], ys: Sequence[float], x_label: str, y_label: str, labels: Sequence[str] = ()
@@ -57,13 +70,15 @@ class _Axes:
         self._x_label, self._y_label, self._labels = x_label, y_label, labels
 
     def x(self, value: float) -> float:
+        """Converts a value to a horizontal position."""
         return LEFT + (value - self._low) / ((self._high - self._low) or 1.0) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
+        """Converts a value to a vertical position."""
         return HEIGHT - BOTTOM - value / self._top * (HEIGHT - TOP - BOTTOM)
 
     def drawn(self, body: Sequence[str], names: Sequence[str]) -> str:
-        """The whole picture. names: of the legend."""
+        """Writes the whole plot; `names` are those of the legend."""
         foot, left, right = HEIGHT - BOTTOM, LEFT, WIDTH - RIGHT
         parts = []
         for value in _ticks(0.0, self._top):
@@ -76,8 +91,8 @@ class _Axes:
         parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{foot}" y2="{foot}"/>')
         middle = (left + right) / 2
         parts.append(f'<text class="middle" x="{middle:.0f}" y="{HEIGHT - 6}">{escape(self._x_label)}</text>')
-        turned = f'transform="translate(14 {(TOP + foot) / 2:.0f}) rotate(-90)"'
-        parts.append(f'<text class="middle" {turned}>{escape(self._y_label)}</text>')
+        rotation = f'transform="translate(14 {(TOP + foot) / 2:.0f}) rotate(-90)"'
+        parts.append(f'<text class="middle" {rotation}>{escape(self._y_label)}</text>')
         parts += self._legend(names)
         height = HEIGHT + (LEGEND_LINE if names else 0)
         return f'<div><svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg></div>'
@@ -98,7 +113,7 @@ class _Axes:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten."""
+    """Returns ticks at multiples of 1, 2 or 5 times a power of ten."""
     rough = ((high - low) or 1.0) / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = min((power * factor for factor in (1, 2, 5, 10)), key=lambda size: abs(size - rough))

@@ -1,4 +1,4 @@
-"""What a failed gate says: what is beyond its limit, which layers hurt most, and what to try."""
+"""The message of a failed gate: the broken limits, the layers with the largest errors, and what to try."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -9,13 +9,20 @@ from enginewright.plugins.plugin import CODES
 from enginewright.plugins.target import Target
 from enginewright.runtime.commands.quality import Check, LayerError, Measured
 
-LAYERS_SHOWN = 8
-SMALLEST_GROUP = 32
+LAYERS_SHOWN = 8  # layers that the message lists
+SMALLEST_GROUP = 32  # columns
 
 
 def refusal(measured: Measured, target: Target, quant: QuantConfig, kv_cache_dtype: str) -> QualityGateError:
-    """Why these figures did not pass."""
-    why = "; ".join(map(_said, measured.failed))
+    """Makes the error for an engine that failed the gate.
+
+    Args:
+        measured: its figures.
+        target: the target.
+        quant: the method.
+        kv_cache_dtype: dtype of the KV cache.
+    """
+    why = "; ".join(map(_describe, measured.failed))
     tries = list(_tries(quant, target, kv_cache_dtype))
     loosened = [f"{check.name}={_passing_limit(check):g}" for check in measured.failed if _may_pass(check)]
     if loosened:
@@ -28,7 +35,7 @@ def refusal(measured: Measured, target: Target, quant: QuantConfig, kv_cache_dty
     return QualityGateError("the engine is too far from the model that it was built from", why, "\n".join(lines))
 
 
-def _said(check: Check) -> str:
+def _describe(check: Check) -> str:
     value = "not a number" if check.value is None else f"{check.value:g}"
     if check.value is not None and check.interval is not None:
         low, high = check.interval
@@ -37,12 +44,12 @@ def _said(check: Check) -> str:
 
 
 def _may_pass(check: Check) -> bool:
-    """Whether somebody might want it as it is."""
+    """Checks if a user may accept the value with another limit."""
     return check.value is not None and check.name not in ("finite", "layer")
 
 
 def _passing_limit(check: Check) -> float:
-    """The strictest limit of which the same texts make sure."""
+    """Returns the strictest limit that the same texts pass for certain."""
     assert check.value is not None
     if check.interval is None:
         return check.value
@@ -52,7 +59,7 @@ def _passing_limit(check: Check) -> float:
 
 def _table(layers: Sequence[LayerError]) -> Iterator[str]:
     width = max(len(layer.name) for layer in layers)
-    yield f"  {'layers that are off most':<{width}}  {'format':<9} {'error':>8} {'MiB':>9}"
+    yield f"  {'layers with the largest errors':<{width}}  {'format':<9} {'error':>8} {'MiB':>9}"
     for layer in layers:
         error = "NaN" if layer.error is None else f"{layer.error:.2%}"
         yield f"  {layer.name:<{width}}  {layer.method:<9} {error:>8} {layer.nbytes / 2**20:>9.2f}"

@@ -1,4 +1,4 @@
-"""Writes the quality report for people and for programs: an HTML page, and JSON beside it."""
+"""Writes the quality report: an HTML page for people, and JSON for programs."""
 
 from pathlib import Path
 
@@ -13,16 +13,29 @@ from enginewright.runtime.commands.quality import QualityReport
 
 
 def check_report_path(path: Path, gate: GateConfig | None) -> list[Path]:
-    """The files of a report. Raises UsageError if there is nothing to report, or the path is of no known kind."""
+    """Lists the files of a report.
+
+    Args:
+        path: an .html or .json file.
+        gate: options of the gate.
+
+    Raises:
+        UsageError: there is nothing to report, or the path has another suffix.
+    """
     if gate is None:
-        raise UsageError("--report has nothing to tell", "--gate off measures nothing")
+        raise UsageError("--report has nothing to write", "--gate off measures nothing")
     if path.suffix.lower() not in (".html", ".json"):
-        raise UsageError(f"--report {path} is of no known kind", "it may end in .html or .json")
+        raise UsageError(f"--report {path} has an unknown format", "it may end in .html or .json")
     return _files(path)
 
 
 def write_report(report: QualityReport, about: About, path: Path) -> None:
-    """An .html file has a .json file beside it; each is whole or not there.
+    """Writes a report; an .html file gets a .json file next to it. Each is complete or not there.
+
+    Args:
+        report: the quality report.
+        about: facts about the engine.
+        path: an .html or .json file.
 
     Raises:
         EngineError: a file cannot be written.

@@ -1,7 +1,7 @@
-"""What an engine computes on targets that are not at hand: its weights as the file holds them, and activations,
-queries, keys and values rounded as there, in the dense graph.
+"""Simulates an engine on targets that are not available, in the dense graph.
 
-The rest (norms, the sums of attention) is the source's, in fp32.
+Weights are those of the file, and activations, queries, keys and values are rounded as on the target. The rest (norms,
+the sums of attention) is the source's, in fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,14 @@ from enginewright.passes.graph import LinearLayer, head_of, linears_of
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.method import stored
 from enginewright.passes.quant.quantize import table_methods
-from enginewright.passes.streaming import Instead, Other, Streamed, stream
+from enginewright.passes.streaming import Replacements, Streamed, Substitute, stream
 from enginewright.passes.torch_ops import Compute, compute_of
 from enginewright.passes.weights import RowReader, RowsTensor, shape_of
 from enginewright.plugins.attention.kv_write import STORED
 from enginewright.plugins.plugin import int_of
 from enginewright.plugins.target import Target
 
-BLOCK_ELEMENTS = 1 << 22  # of logits that are computed at once
+BLOCK_ELEMENTS = 1 << 22  # elements of logits that are computed at once
 
 
 def simulate(
@@ -35,31 +35,41 @@ def simulate(
     threads: int = 1,
     kv_dtype: str = "bf16",
 ) -> Streamed:
-    """Texts as a target computes them; the same by whatever number of threads.
+    """Computes texts as a target does; the result does not depend on the number of threads.
 
     Args:
-        dense: the graph that was quantized, as it was before. It is changed.
-        weights: as the file holds them.
-        kv_dtype: what the KV cache holds, one of `STORED`.
+        dense: the graph before it was quantized. It is changed.
+        quant: the method.
+        target: the target.
+        weights: weights of the engine's file.
+        texts: token ids.
+        threads: number of threads.
+        kv_dtype: dtype of the KV cache, one of `STORED`.
     """
     methods = _methods(dense, quant)
     for weight, method in methods.items():
         rows = weights.rows(weight, method)
         weight.const_value = RowsTensor(str(weight.name), torch.float32, shape_of(weight), _again(rows))
 
-    def rounding(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Instead:
+    def rounding(linear: LinearLayer, inputs: Sequence[torch.Tensor]) -> Replacements:
         method = methods[linear.weight]
-        return dict.fromkeys(range(len(inputs)), Other(lambda x: method.round_activations(x, target)))
+        return dict.fromkeys(range(len(inputs)), Substitute(lambda x: method.round_activations(x, target)))
 
     logits = head_of(dense)
-    assert logits is not None, "embedding models are built for CPUs alone"
+    assert logits is not None, "embedding models are built for CPUs only"
     head = methods[logits.weight]
     compute = _attending(STORED[kv_dtype], target.queries(STORED[kv_dtype]))
     return stream(dense, texts, rounding, threads, lambda x: head.round_activations(x, target), compute)
 
 
 def blocks(streamed: Streamed, texts: Sequence[Sequence[int]], vocab_size: int) -> Iterator[tuple[int, int, NDArray]]:  # type: ignore[type-arg]
-    """Logits by text and position, as `runtime.score.forced` gives an engine's."""
+    """Yields logits by text and position, as `runtime.score.forced` does for an engine.
+
+    Args:
+        streamed: the simulated texts.
+        texts: token ids.
+        vocab_size: tokens of the vocabulary.
+    """
     step = max(BLOCK_ELEMENTS // vocab_size, 1)
     for text, tokens in enumerate(texts):
         for begin in range(0, len(tokens), step):
@@ -67,10 +77,10 @@ def blocks(streamed: Streamed, texts: Sequence[Sequence[int]], vocab_size: int) 
 
 
 def _methods(dense: ir.Model, quant: QuantConfig) -> dict[ir.Value, QuantConfig]:
-    """Of every weight that is quantized: what it is stored as, its own method if it is a table, or `quant`."""
+    """Returns the method of every quantized weight: its stored format, that of tables, or `quant`."""
     methods = {linear.weight: quant for linear in linears_of(dense)}
     methods.update(table_methods(dense, quant))
-    return {weight: already.stored_as if (already := stored(weight)) else own for weight, own in methods.items()}
+    return {weight: existing.stored_as if (existing := stored(weight)) else own for weight, own in methods.items()}
 
 
 def _again(rows: RowReader) -> Callable[[], RowReader]:
@@ -78,7 +88,7 @@ def _again(rows: RowReader) -> Callable[[], RowReader]:
 
 
 def _attending(stored: ir.DataType, queries: ir.DataType) -> Callable[[ir.Node], Compute]:
-    """What computes a node, where attention reads queries, keys and values as targets round them."""
+    """Makes the function that computes nodes, with attention's inputs rounded as on the target."""
 
     def compute(node: ir.Node) -> Compute:
         exact = compute_of(node)

@@ -1,4 +1,4 @@
-"""The gate of embedding models: how far an engine's vectors of the held-out texts are from the source's."""
+"""The gate of embedding models: compares an engine's vectors of the held-out texts with the source's."""
 
 import math
 
@@ -21,7 +21,13 @@ from enginewright.runtime.engine import Engine
 
 
 def measure_vectors(config: GateConfig, subject: Subject, progress: Progress) -> QualityReport:
-    """The same report by whatever number of threads."""
+    """Measures an embedding engine; the report does not depend on the number of threads.
+
+    Args:
+        config: options of the gate.
+        subject: the engine and its source.
+        progress: receiver of progress.
+    """
     threads = env.num_threads() or num_cores()
     with Engine.open(subject.engine, subject.targets[0].name) as engine:
         plan = engine.plan

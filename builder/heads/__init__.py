@@ -1,1 +1,1 @@
-"""Heads: what is trained to guess for a model, from its hidden states, and comes in a folder of its own."""
+"""Heads that were trained to propose draft tokens from a model's hidden states, in folders of their own."""

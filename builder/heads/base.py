@@ -1,4 +1,4 @@
-"""What heads have to know of the model that they guess for, and what they give."""
+"""Shared parts of heads: facts about the model that they propose draft tokens for, and their graphs."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from enginewright.errors import UnsupportedModelError, UsageError
 from enginewright.passes.show_hidden import ShowHidden
 from enginewright.plugins.plugin import operand, width_of
 
-# Families whose last norm is multiplied, so that logits are.
+# Families whose last norm includes a factor of the logits.
 SCALED = ("cohere2", "falcon_h1", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared")
 
 
@@ -20,51 +20,59 @@ SCALED = ("cohere2", "falcon_h1", "granite", "granitemoe", "granitemoehybrid", "
 class HeadGraph:
     """A head, as a dense graph."""
 
-    graph: ir.Model
-    reads: ShowHidden  # the model's hidden states
-    gives: ShowHidden | None = None  # its own, in their place where it guesses a token more; None where it needs none
+    graph: ir.Model  # graph of the head
+    reads: ShowHidden  # output of the model's hidden states
+    # output of its own hidden states, which replace the model's for a second draft token; None if it needs none
+    gives: ShowHidden | None = None
 
 
 @dataclass(frozen=True)
 class GuessedModel:
-    """The model that a head guesses for."""
+    """The model that a head proposes draft tokens for."""
 
-    name: str
-    model_type: str
-    layers: int
+    name: str  # name
+    model_type: str  # `model_type` of its config.json
+    layers: int  # number of layers
     width: int  # columns of its hidden states
-    table: ir.Value  # its embedding: [tokens, width]
-    max_seq_len: int
+    table: ir.Value  # its embedding, [tokens, width]
+    max_seq_len: int  # positions of its longest sequence
 
     @staticmethod
     def of(name: str, config: Mapping[str, Any], dense: ir.Model, max_seq_len: int) -> "GuessedModel":
-        """config: what config.json holds. dense: its graph.
+        """Reads the facts from a model's graph.
+
+        Args:
+            name: name of the model.
+            config: its config.json.
+            dense: its graph.
+            max_seq_len: positions of its longest sequence.
 
         Raises:
-            UnsupportedModelError: its hidden states are not carried along as heads know them.
+            UnsupportedModelError: its hidden states have another form than heads expect.
         """
         text = text_config(config)
         factor = text.get("residual_multiplier") or 1.0
         if factor != 1.0:  # blocks/granite.py
             raise UnsupportedModelError(
-                f"{name} cannot show its hidden states", f"they are divided by its residual_multiplier, {factor}"
+                f"{name} cannot output its hidden states", f"they are divided by its residual_multiplier, {factor}"
             )
         ends = json.loads(dense.metadata_props["enginewright.layer_ends"])
         width = next(width_of(value) for node in dense.graph for value in node.outputs if value.name == ends[0])
         tokens = next(value for value in dense.graph.inputs if value.name == "tokens")
         tables = [operand(node, 0) for node in tokens.consumers() if node.op_type == "Gather"]
-        table = next(table for table in tables if width_of(table) == width)  # some have others for each layer
+        # some models have more tables, for their layers
+        table = next(table for table in tables if width_of(table) == width)
         return GuessedModel(name, str(text["model_type"]), len(ends), width, table, max_seq_len)
 
     def check_last_norm(self) -> None:
-        """Refuse a model whose last norm has a factor of the logits in it.
+        """Refuses a model whose last norm includes a factor of the logits.
 
         Raises:
-            UnsupportedModelError: it has.
+            UnsupportedModelError: it does.
         """
         if self.model_type in SCALED:
             raise UnsupportedModelError(
-                f"{self.name} cannot show the states behind its last norm",
+                f"{self.name} cannot output the states after its last norm",
                 f"models of type {self.model_type} have a factor of the logits in them",
             )
 
@@ -78,5 +86,11 @@ class GuessedModel:
 
 
 def no_head(head: str, model: str, why: str) -> UsageError:
-    """What is raised where a head is another model's."""
-    return UsageError(f"{head} is no head for {model}", why, "Take a head that was trained for this very model.")
+    """Makes the error for a head of another model.
+
+    Args:
+        head: name of the head.
+        model: name of the model.
+        why: the reason.
+    """
+    return UsageError(f"{head} is not a head of {model}", why, "Take a head that was trained for this very model.")

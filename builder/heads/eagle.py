@@ -1,13 +1,13 @@
 """EAGLE-3: a layer that reads hidden states of several of the model's layers. https://arxiv.org/abs/2503.01840
 
-It reads the embedding of a token and h of the token before it, and says what comes behind that token:
+It reads the embedding of a token and h of the token before it, and predicts the token that follows:
 
     h = fc(the model's states, side by side);  x = h + attention([norm(embedding), norm(h)]);  x + mlp(norm(x)), a norm,
-    and a head of its own, perhaps of the most frequent tokens alone
+    and a head of its own, perhaps for the most frequent tokens only
 
-Where it guesses a token more, what its layer gives takes the place of h. So that one graph does both, it is given rows
-with columns of both: states of the model, and one of its own. Of either row the other columns are zero, and h is a sum.
-After llama_eagle3.py of vllm/model_executor/models.
+For a further draft token, its layer's output replaces h. So that one graph does both, its input rows have columns for
+both: states of the model, and one of its own. The unused columns of a row are zero, and h is a sum. Source:
+llama_eagle3.py of vllm/model_executor/models.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright.builder.checkpoint.head import HeadFolder
-from enginewright.builder.config import MOST_TOKENS, ConfigReader
+from enginewright.builder.config import MAX_TOKENS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.heads.base import GuessedModel, HeadGraph, no_head
 from enginewright.builder.models import llama
@@ -31,7 +31,7 @@ from enginewright.errors import EngineError
 from enginewright.passes.show_hidden import ShowHidden
 from enginewright.plugins.elementwise.gather_columns import GATHER_COLUMNS
 
-# Of these layers; the first are those of EAGLE, SpecForge and vLLM, and the last ones of vLLM's speculators.
+# Class names of such heads: first those of EAGLE, SpecForge and vLLM, then those of vLLM's speculators.
 CLASSES = (
     "LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
@@ -49,7 +49,7 @@ HARMLESS = {
     "max_window_layers": Harmless("No layer has a window."),
     "model_type": Harmless("It is that of the layer that counts."),
     "num_aux_hidden_states": Harmless("The shape of fc says it, too."),
-    "speculators_config": Harmless("It says how many tokens vLLM guesses, and for which model."),
+    "speculators_config": Harmless("It says how many draft tokens vLLM uses, and for which model."),
     "speculators_version": Harmless("It says where the checkpoint comes from."),
     "target_model_type": Harmless("It is a remark about the model."),
     "tie_word_embeddings": Harmless("The head has a table of its own for logits, which has to be there."),
@@ -58,10 +58,14 @@ HARMLESS = {
 
 
 def build_eagle(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
-    """Its graph. What it has no embedding for is in the model's.
+    """Builds the graph of the head; without an embedding of its own it uses the model's.
+
+    Args:
+        folder: the head.
+        model: the model that it is for.
 
     Raises:
-        UsageError: it is another model's.
+        UsageError: it belongs to another model.
         UnsupportedModelError: it has a feature that is not implemented.
         EngineError: config and tensors do not fit together.
     """
@@ -73,17 +77,17 @@ def build_eagle(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
     attention = Attention(heads, bias=bias, output_bias=bias, output_width=width)
     mlp = GatedMlp.read(config, bias=config.read(bool, "mlp_bias", default=False))
     rope, max_positions = read_rope(config, heads.dim), config.read_size("max_position_embeddings")
-    known = whole.read_size("draft_vocab_size", default=embedding.vocab, most=MOST_TOKENS)
+    known = whole.read_size("draft_vocab_size", default=embedding.vocab, maximum=MAX_TOKENS)
     norms_states = whole.read(bool, "norm_before_fc", default=False)
     norms_residual = whole.read(bool, "norm_before_residual", default=False)
-    gives_normed = whole.read(bool, "norm_output", default=False)
-    given_width = whole.read(int, "target_hidden_size", default=width)
+    outputs_normed = whole.read(bool, "norm_output", default=False)
+    state_width = whole.read(int, "target_hidden_size", default=width)
     layers, has_embedding = _read_layers(whole, folder, model), weights.has_any("embed_tokens.")
     for reader in {id(reader): reader for reader in (config, whole)}.values():
         reader.refuse_unread(HARMLESS)
     for differs, why in (
         (embedding.vocab != model.vocab, f"it has {embedding.vocab} tokens, and the model {model.vocab}"),
-        (given_width != model.width, f"it reads states of {given_width} columns, and the model's have {model.width}"),
+        (state_width != model.width, f"it reads states of {state_width} columns, and the model's have {model.width}"),
         (
             not has_embedding and width != model.width,
             f"it has no embedding of its own, and the model's has {model.width} columns, not {width}",
@@ -115,11 +119,11 @@ def build_eagle(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
         ).outputs[0]
     weights.ignore("t2d", "It says what d2t does, from the other side.")
     weights.refuse_left_over()
-    return HeadGraph(graph.finish(logits), ShowHidden(layers), ShowHidden() if gives_normed else ShowHidden((1,)))
+    return HeadGraph(graph.finish(logits), ShowHidden(layers), ShowHidden() if outputs_normed else ShowHidden((1,)))
 
 
 def _check_kind(whole: ConfigReader, config: ConfigReader) -> None:
-    """Refuse heads that are built otherwise. config: of the layer."""
+    """Refuses heads of another kind. config: that of the layer."""
     if (kind := whole.read(str, "speculators_model_type", default="eagle3")) != "eagle3":
         raise whole.unsupported(f"speculators_model_type = {kind!r}", "EAGLE-3 is implemented.")
     for name in whole.read_list(str, "architectures") or []:
@@ -132,35 +136,35 @@ def _check_kind(whole: ConfigReader, config: ConfigReader) -> None:
 
 
 def _read_layers(config: ConfigReader, folder: HeadFolder, model: GuessedModel) -> tuple[int, ...]:
-    """Behind how many layers of the model the states are.
+    """Reads the number of layers after which each state is taken.
 
-    vLLM and its speculators number the layers in front of which they are, and where nothing is said take these three.
-    SpecForge and SGLang, in eagle_config, number those behind which they are.
+    vLLM and its speculators number the layers before which the states are, and take three by default. SpecForge and
+    SGLang, in eagle_config, number the layers after which they are.
     """
     layers = config.read_list(int, LAYERS)
     nested = config.section("eagle_config")
     if nested is not None:
         if not nested.read(bool, "use_aux_hidden_state", default=True):
             raise nested.unsupported("use_aux_hidden_state = False", "Heads that read several states are implemented.")
-        behind = nested.read_list(int, LAYERS)
+        after = nested.read_list(int, LAYERS)
         nested.refuse_any_unread()
-        numbered = behind and [layer + 1 for layer in behind]
+        numbered = after and [layer + 1 for layer in after]
         if layers is not None and numbered is not None and layers != numbered:
-            raise config.error(f"{LAYERS} is {layers}, but in eagle_config, which counts from 1 less, {behind}")
+            raise config.error(f"{LAYERS} is {layers}, but in eagle_config, which counts from 1 less, {after}")
         layers = layers or numbered
     if layers is None:
         layers = [2, model.layers // 2, model.layers - 3]
     if not layers or layers != sorted({*layers}) or layers[0] < 1 or layers[-1] > model.layers:
-        why = f"it reads the states behind {_listed(layers)} layers, and the model has {model.layers}"
+        why = f"it reads the states after {_listed(layers)} layers, and the model has {model.layers}"
         raise no_head(folder.name, model.name, why)
     return tuple(layers)
 
 
 def _read_columns(weights: Weights, vocab: int, known: int) -> NDArray[np.int32]:
-    """Of each token, the column of its logit; -1 where the head does not know it.
+    """Reads the column of each token's logit; -1 for tokens that the head does not have.
 
     Raises:
-        EngineError: `d2t` is not there, or two columns are one token, or one is none.
+        EngineError: `d2t` is missing, two columns have the same token, or one has no valid token.
     """
     offsets = weights.tensors.take("d2t", (known,), dtypes=(torch.int64, torch.int32))().numpy()
     tokens = np.arange(known) + offsets
@@ -168,7 +172,7 @@ def _read_columns(weights: Weights, vocab: int, known: int) -> NDArray[np.int32]
     if low < 0 or high >= vocab:
         raise EngineError("tensor d2t cannot be used", f"it names tokens from {low} to {high}, and there are {vocab}")
     if (repeated := known - len(np.unique(tokens))) > 0:
-        raise EngineError("tensor d2t cannot be used", f"{repeated} of its {known} tokens are there twice")
+        raise EngineError("tensor d2t cannot be used", f"{repeated} of its {known} tokens are repeated")
     columns = np.full(vocab, -1, np.int32)
     columns[tokens] = np.arange(known)
     return columns

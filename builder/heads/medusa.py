@@ -1,12 +1,12 @@
-"""Medusa: several heads that guess at once, all from one hidden state of the model. https://arxiv.org/abs/2401.10774
+"""Medusa: several heads that predict at once, all from one hidden state. https://arxiv.org/abs/2401.10774
 
-The state is the one behind the model's last norm. Head i guesses the token that is i + 2 behind that of the state:
+The state is the one after the model's last norm. Head i predicts the token i + 2 positions after that of the state:
 
     x + silu(linear(x)), once for each of its layers, and a table of its own for logits
 
 The heads are experts here, each row's by its head: so one graph has all of them, a row reads the weights of one, and a
-row is sampled as those of other drafts are. What routes a row is one 1 in the first columns of what it is given.
-After medusa/model/medusa_model.py of FasterDecoding/Medusa and vllm/model_executor/models/medusa.py.
+row is sampled as those of other drafts are. A single 1 in the first columns of a row selects its head. Source:
+medusa/model/medusa_model.py of FasterDecoding/Medusa and vllm/model_executor/models/medusa.py.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from enginewright.builder.checkpoint.head import HeadFolder
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.heads.base import GuessedModel, HeadGraph, no_head
-from enginewright.builder.models.blocks.experts import MOST_EXPERTS
+from enginewright.builder.models.blocks.experts import MAX_EXPERTS
 from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.tensors import Tensors
 from enginewright.builder.weights import Weights
@@ -29,43 +29,47 @@ from enginewright.plugins.experts.grouped_linear import GROUPED_LINEAR
 from enginewright.plugins.experts.route import ROUTE
 from enginewright.plugins.experts.sort_rows import SORT_ROWS
 
-MOST_LAYERS = 64
-PREFIXES = ("medusa_head.", "medusa_heads.")  # that all names of tensors may have
+MAX_LAYERS = 64  # limit of the layers of a head
+PREFIXES = ("medusa_head.", "medusa_heads.")  # prefixes that all names of tensors may have
 HARMLESS = {
     "base_model_name_or_path": Harmless("It says which model the heads are for."),
-    "max_paths": Harmless("It is about trees of guesses, and guesses are chains here."),
+    "max_paths": Harmless("It is about trees of draft tokens, and drafts are chains here."),
     "max_seq_len": Harmless("Heads see one token, wherever it is."),
     "model_type": Harmless("It is that of the model, or medusa."),
     "original_lm_head": Harmless("Each head has a table of its own for logits.", (False,)),
-    "topk": Harmless("It is about trees of guesses, and guesses are chains here."),
+    "topk": Harmless("It is about trees of draft tokens, and drafts are chains here."),
     "version": Harmless("It says where the checkpoint comes from."),
 }
 
 
 class _Names(NamedTuple):
-    """Of a head's tensors, by the number of the head and of its layer."""
+    """Name patterns of a head's tensors, with the numbers of the head and of its layer."""
 
-    layer: str
-    logits: str
+    layer: str  # linear layer
+    logits: str  # table for logits
 
 
 def build_medusa(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
-    """The graph of all heads.
+    """Builds the graph of all heads.
+
+    Args:
+        folder: the heads.
+        model: the model that they are for.
 
     Raises:
-        UsageError: they are another model's.
+        UsageError: they belong to another model.
         UnsupportedModelError: they have a feature that is not implemented.
         EngineError: config and tensors do not fit together.
     """
     model.check_last_norm()
     config, weights = ConfigReader(folder.config), Weights(Tensors(folder))
-    heads = config.read_size("medusa_num_heads", "num_heads", most=MOST_EXPERTS)
-    layers = config.read_size("medusa_num_layers", "num_hidden_layers", default=1, most=MOST_LAYERS)
+    heads = config.read_size("medusa_num_heads", "num_heads", maximum=MAX_EXPERTS)
+    layers = config.read_size("medusa_num_layers", "num_hidden_layers", default=1, maximum=MAX_LAYERS)
     width = config.read_size("hidden_size", default=model.width)
     vocab = config.read_size("vocab_size", default=model.vocab)
     known = config.read_size("truncated_vocab_size", default=vocab)
     if known != vocab:
-        raise config.unsupported(f"truncated_vocab_size = {known}", "Heads that know all tokens are implemented.")
+        raise config.unsupported(f"truncated_vocab_size = {known}", "Only heads for all tokens are implemented.")
     names = _names(weights, layers)
     bias = config.read(bool, "medusa_fc_bias", default="linear" in names.layer)
     config.refuse_unread(HARMLESS)
@@ -99,7 +103,7 @@ def build_medusa(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
 
 
 def _names(weights: Weights, layers: int) -> _Names:
-    """As Medusa stores them, or vLLM."""
+    """Finds the names of the tensors, as Medusa or vLLM store them."""
     prefix = next((prefix for prefix in PREFIXES if weights.has_any(prefix)), "")
     if weights.has_any(f"{prefix}blocks."):
         return _Names(f"{prefix}blocks.{{head}}.layers.{{layer}}", f"{prefix}lm_heads.{{head}}")
@@ -107,8 +111,10 @@ def _names(weights: Weights, layers: int) -> _Names:
 
 
 def _route(graph: GraphWriter, head: ir.Value, heads: int) -> Sequence[ir.Value]:
-    """Each row to the head whose column has a 1, with a share of 1. Returns places, share and starts as
-    plugins/experts/route.py does.
+    """Routes each row to the head whose column has a 1, with a share of 1.
+
+    Returns:
+        Places, share and starts, as in plugins/experts/route.py.
     """
     weight = graph.constant("heads", np.eye(heads, dtype=np.float32))
     groups = {"groups": 1, "chosen_groups": 1, "group_best": 1}

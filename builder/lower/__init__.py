@@ -1,4 +1,4 @@
-"""Graph → plan, and weights as the kernels read them."""
+"""Lowers a graph to a plan, and packs weights as the kernels read them."""
 
 from enginewright.builder.lower.lower import Lowered, Weight, lower
 from enginewright.builder.lower.pack import PackedForm, pack, pack_rows, unpack_rows

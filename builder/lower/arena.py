@@ -1,4 +1,4 @@
-"""Which buffers may share memory: buffers of one slot are never alive together."""
+"""Assigns buffers to slots of the arena: buffers of one slot are never alive at the same time."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,19 @@ from enginewright.runtime.step.dims import StepCounter
 
 @dataclass
 class _Slot:
-    nbytes: int
-    free_after: int  # the last call that reads it
+    """A slot."""
+
+    nbytes: int  # bytes of its largest buffer
+    free_after: int  # index of the last call that reads it
 
 
 def nominal_sizes(dims: Sequence[str], caches: Sequence[CacheGroup]) -> StepSizes:
-    """What slots are balanced for. Any choice is correct; this one resembles a server with chunked prefill."""
+    """Returns the sizes that slots are balanced for. Any choice is correct; this one resembles a busy server.
+
+    Args:
+        dims: dimensions of the plan.
+        caches: its cache groups.
+    """
     return StepCounter(dims, caches).sizes(tokens=2048, sequences=256, logit_rows=256, longest=8192)
 
 
@@ -26,10 +33,17 @@ def assign_slots(
     lasting: Collection[int] = (),
     given: Collection[int] = (),
 ) -> list[int]:
-    """The slot of each buffer (dtype, rows, columns), best fit in order of first use.
+    """Chooses the slot of each buffer, by best fit in order of first use.
 
-    A buffer lives from the first call that names it to the last; `given` ones from the beginning, `results` to the end,
-    `lasting` ones always.
+    A buffer lives from the first call that names it to the last.
+
+    Args:
+        buffers: dtype, rows and columns of each buffer.
+        calls: kernel calls, in order.
+        results: buffers that live to the end.
+        nominal: sizes to balance for.
+        lasting: buffers that always live.
+        given: buffers that live from the start.
     """
     first, last = [len(calls)] * len(buffers), [-1] * len(buffers)
     for index, call in enumerate(calls):
@@ -49,7 +63,7 @@ def assign_slots(
     for buffer in sorted(range(len(buffers)), key=lambda index: (first[index], index)):
         need = Buffer(*buffers[buffer], 0).bytes_at(nominal)
         free = [index for index, slot in enumerate(slots) if slot.free_after < first[buffer]]
-        # The tightest slot that holds it; if none does, the largest, which then grows the least.
+        # The smallest slot that is large enough is chosen; if there is none, the largest, which grows the least.
         fits = [index for index in free if slots[index].nbytes >= need]
         if fits:
             slot = min(fits, key=lambda index: (slots[index].nbytes, index))

@@ -1,7 +1,7 @@
-"""Graph → plan: kernels in order, each with its operands as views into weights, caches, or one arena.
+"""Lowers a graph to a plan: kernels in order, each with its operands as views into weights, caches, or one arena.
 
-The graph that comes in has only ops with a kernel for the target (and Split, Reshape and Concat, which become views).
-Nothing is decided here that a pass could decide; what is laid out here is memory.
+The input graph has only ops with a kernel for the target (and Split, Reshape and Concat, which become views). Passes
+make all decisions; only memory is laid out here.
 """
 
 import hashlib
@@ -52,17 +52,17 @@ from enginewright.plugins.plugin import dtype_attribute, dtype_of
 from enginewright.plugins.target import Target
 from enginewright.triton_instance import TritonInstance
 
-# The name of a value that is a plane of a layer's cache, as it comes in or as a kernel has written to it.
+# Name of a value that is a plane of a layer's cache, as an input or as the output of a kernel that writes to it.
 POOL_NAME = re.compile(r"(?P<part>\w+)_pool\.(?P<layer>\d+)(\..*)?")
 VIEW_OPS = ("Split", "Reshape", "Concat")
-# The roles of matrices that are read column by column: of those with a column for each group of a weight's columns, and
-# for each tap of a convolution.
+# Roles of matrices that are read column by column: those with a column for each group of a weight's columns, and for
+# each tap of a convolution.
 BY_COLUMNS = ("scale", "zero", "taps")
-SNAPSHOT_TOKENS = 512  # copies of recurrent states are kept at multiples of so many tokens
+SNAPSHOT_TOKENS = 512  # tokens between two snapshots of recurrent states
 DTYPE_NAMES = {ir.DataType[dtype.onnx]: name for name, dtype in DTYPES.items() if dtype.bytes}
 
 ROWS = {dim: linear(**{dim: 1}) for dim in COMMON_DIMS}
-# The rows and columns of the inputs whose graph shape says less than the plan must know.
+# Rows and columns of the inputs, whose shapes in the graph have too little information for the plan.
 INPUT_SHAPES = {
     "tokens": (linear(tokens=1), Linear(1)),
     "positions": (linear(tokens=1), Linear(1)),
@@ -79,39 +79,37 @@ INPUT_SHAPES = {
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the plan: the initializer that it is packed from, and how."""
+    """A weight of the plan."""
 
-    value: ir.Value
-    form: PackedForm
+    value: ir.Value  # initializer that it is packed from
+    form: PackedForm  # form of the packed bytes
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """plan: what the executor runs. weights: name in the plan → where its bytes come from. kernels: the code that the
-    plan's launches need, by name.
-    """
+    """The result of lowering a graph."""
 
-    plan: Plan
-    weights: Mapping[str, Weight]
-    kernels: Mapping[str, Specialization]
+    plan: Plan  # plan for the executor
+    weights: Mapping[str, Weight]  # name in the plan → source of the bytes
+    kernels: Mapping[str, Specialization]  # name → code that the plan's launches need
 
 
 @dataclass(frozen=True)
 class _View:
     """Columns [column, column + columns) of a buffer."""
 
-    buffer: int
-    column: int
-    columns: int
+    buffer: int  # index of the buffer
+    column: int  # first column
+    columns: int  # number of columns
 
 
 def cache_groups_of(model: ir.Model) -> tuple[CacheGroup, ...]:
-    """The cache groups of the plan, in the order in which the graph numbers them."""
+    """Returns the cache groups of the plan, in the order of their numbers in the graph."""
     return (*_kv_groups_of(model), *_state_groups_of(model))
 
 
 def _state_groups_of(model: ir.Model) -> tuple[RecurrentState, ...]:
-    """The recurrent states that the model file wrote into the graph's metadata."""
+    """Reads the recurrent states from the graph's metadata, which the model's file wrote."""
     return tuple(
         RecurrentState(
             layers=tuple(entry["layers"]),
@@ -123,7 +121,7 @@ def _state_groups_of(model: ir.Model) -> tuple[RecurrentState, ...]:
 
 
 def _kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
-    """The KV groups that the model file wrote into the graph's metadata, stored as the graph's writers do."""
+    """Reads the KV groups from the graph's metadata, with dtypes from the ops that write to them."""
     pools = {value.name: value for value in model.graph.inputs}
     groups = []
     for entry in json.loads(model.metadata_props["enginewright.kv_groups"]):
@@ -146,7 +144,13 @@ def _kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
 
 
 def lower(model: ir.Model, target: Target, max_seq_len: int, batch_invariant: bool = False) -> Lowered:
-    """Lower a ragged graph for a target. batch_invariant: for GPUs, as BuildConfig has it.
+    """Lowers a ragged graph.
+
+    Args:
+        model: the graph.
+        target: the target.
+        max_seq_len: positions of the longest sequence.
+        batch_invariant: as in BuildConfig; it matters for GPUs only.
 
     Raises:
         EngineError: a node has no kernel for the target; the message names it.
@@ -161,9 +165,9 @@ class _Lowering:
         self.target = target
         self.batch_invariant = batch_invariant
         self.groups = cache_groups_of(model)
-        self.dims = list(COMMON_DIMS)  # and others, in the order of their first use
+        self.dims = list(COMMON_DIMS)  # others follow in the order of their first use
         self.views: dict[ir.Value, _View] = {}
-        self._joined: dict[ir.Value, int] = {}  # buffers, by the whole value that they hold
+        self._joined: dict[ir.Value, int] = {}  # joined value → its buffer
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
         self.lasting: list[int] = []  # buffers that keep their content from step to step
         self.calls: list[KernelCall] = []
@@ -173,6 +177,7 @@ class _Lowering:
         self.order = {node: index for index, node in enumerate(self.nodes)}
 
     def run(self, max_seq_len: int) -> Lowered:
+        """Lowers all nodes."""
         inputs, given = [], dict[str, int]()
         for value in self.graph.inputs:
             name = _name(value)
@@ -192,7 +197,7 @@ class _Lowering:
                 self._concat(node)
             else:
                 self._step(node)
-        # Caches that come out changed have no views.
+        # Caches among the outputs have no views.
         results = {_name(value): self.views[value] for value in self.graph.outputs if value in self.views}
         outputs = {name: view.buffer for name, view in results.items()}
         nominal = nominal_sizes(self.dims, self.groups)
@@ -218,7 +223,7 @@ class _Lowering:
         return Lowered(plan, self.weights, self.kernels)
 
     def _takes_whole_texts(self) -> bool:
-        """Whether a kernel wants all tokens of a sequence in one step."""
+        """Checks if a kernel needs all tokens of a sequence in one step."""
         pools = any(isinstance(each, InputOperand) and each.name == "first_rows" for each in self._operands())
         return pools or any(call.kernel == MEAN.kernel or call.attributes.get("lookahead") for call in self.calls)
 
@@ -226,7 +231,7 @@ class _Lowering:
         return (operand for call in self.calls for operand in call.operands.values())
 
     def _vocab_size(self) -> int:
-        """Rows of the table that tokens are looked up in, where there are no logits."""
+        """Returns the rows of the table of tokens, for a graph without logits."""
         (tokens,) = (value for value in self.graph.inputs if value.name == "tokens")
         return next(
             _shape(value)[0]
@@ -252,14 +257,14 @@ class _Lowering:
         self.views[output] = source
 
     def _concat(self, node: ir.Node) -> None:
-        """Its parts have been written side by side."""
-        places = [self.views[_input(node, index)] for index in range(len(node.inputs))]
+        """Makes a view of parts that were written side by side."""
+        views = [self.views[_input(node, index)] for index in range(len(node.inputs))]
         column = 0
-        for place in places:
-            if place.buffer != places[0].buffer or place.column != column:
-                raise EngineError(f"{node.name} joins what no kernel has written for it")
-            column += place.columns
-        self.views[node.outputs[0]] = _View(places[0].buffer, 0, column)
+        for view in views:
+            if view.buffer != views[0].buffer or view.column != column:
+                raise EngineError(f"{node.name} joins values that no kernel writes side by side")
+            column += view.columns
+        self.views[node.outputs[0]] = _View(views[0].buffer, 0, column)
 
     def _step(self, node: ir.Node) -> None:
         binding = binding_of(node, self.target)
@@ -285,7 +290,7 @@ class _Lowering:
             self.lasting.append(counters.index)
         if "largest" in operands and not self.target.static_scales:
             name = self.target.name
-            raise EngineError(f"{node.name} has static scales of activations, which no kernel for {name} takes")
+            raise EngineError(f"{node.name} has static scales of activations, which no kernel for {name} supports")
         launches: tuple[Launch, ...] = ()
         if isinstance(binding, CudaKernel):
             call = self._call(operands, attributes)
@@ -294,7 +299,7 @@ class _Lowering:
         self.calls.append(KernelCall(binding.kernel, operands, attributes, launches, self._cost(node)))
 
     def _cost(self, node: ir.Node) -> Cost:
-        """Nothing where rows are not tokens: a head that runs on rows of logits."""
+        """Computes the cost of a node for a token; nothing if its rows are not tokens, as in a head on logit rows."""
         plugin = plugin_of(node)
         if plugin is None or plugin.cost is None:
             return Cost()
@@ -312,12 +317,13 @@ class _Lowering:
     def _named(
         self, launch: Launch, sources: Mapping[str, str], triton: Mapping[str, TritonInstance] | None = None
     ) -> Launch:
-        """The same launch by its kernel's name in the code: `rms_norm-`, and a hash of the specialization."""
+        """Replaces a launch's kernel by its name in the code: `rms_norm-`, and a hash of the specialization."""
         self._use_dims(launch.rows, *(extent.rows for extent in launch.grid))
         function = launch.kernel.partition("<")[0]
         name = f"{function}-{hashlib.sha256(launch.kernel.encode()).hexdigest()[:12]}"
         architectures = launch.architectures
-        if name in self.kernels:  # another launch has it, too, perhaps on other architectures; () is all of them
+        # another launch has the kernel, too, perhaps on other architectures; () is all of them
+        if name in self.kernels:
             before = self.kernels[name].architectures
             architectures = tuple(dict.fromkeys((*before, *architectures))) if before and architectures else ()
         instance = (triton or {}).get(launch.kernel)
@@ -380,14 +386,15 @@ class _Lowering:
         return BufferOperand(view.buffer, view.column, view.columns)
 
     def _weight(self, value: ir.Value, role: str, node: ir.Node) -> str:
-        """The plan's name of a weight; a matrix that two kernels want in two layouts is stored twice."""
+        """Names a weight in the plan; a matrix that two kernels need in different layouts is stored twice."""
         assert value.dtype is not None
         shape, starts = _shape(value), starts_of(node) if "epilogue" in node.attributes else None
         gated = node.attributes.get_string("epilogue", "none") != "none"
         layout = "r16_columns" if role in BY_COLUMNS and len(shape) > 1 else "r16"
         if node.op_type == ROUTE.name:
             layout = "r16_columns"  # x is not rounded, so that K is not in pairs
-        if len(shape) == 1 or (layout == "r16" and value.dtype == ir.DataType.FLOAT):  # whose rows are looked up
+        # rows of such tables are looked up
+        if len(shape) == 1 or (layout == "r16" and value.dtype == ir.DataType.FLOAT):
             layout = "plain"
         if starts is not None and layout != "plain":
             experts = experts_of(starts)
@@ -403,7 +410,7 @@ class _Lowering:
         return name
 
     def _new(self, value: ir.Value) -> _View:
-        """A buffer, or the columns of one that other values are joined in, too."""
+        """Makes a buffer, or takes columns of a buffer in which values are joined."""
         join = next((node for node in value.consumers() if node.op_type == "Concat"), None)
         columns, whole = _columns(value), value if join is None else join.outputs[0]
         if whole not in self._joined:
@@ -414,7 +421,7 @@ class _Lowering:
         return _View(self._joined[whole], sum(_columns(each) for each in before if each is not None), columns)
 
     def _in_place(self, node: ir.Node, index: int | None, output: ir.Value) -> _View | None:
-        """The view of input `index`, if the kernel may overwrite it and nobody reads it afterwards."""
+        """Returns the view of an input if the kernel may overwrite it and nothing reads it afterwards."""
         if index is None or any(user.op_type == "Concat" for user in output.consumers()):
             return None
         value = _input(node, index)
@@ -424,7 +431,7 @@ class _Lowering:
         return view if self._last_use(value) <= self.order[node] else None
 
     def _last_use(self, value: ir.Value) -> int:
-        """Index of the last node that reads memory of `value`, through views of it or of what it is a view of."""
+        """Finds the last node that reads the memory of `value`, through any view of the same buffer."""
         uses = [self._last_use_below(value)]
         producer = value.producer()
         while producer is not None and producer.op_type in VIEW_OPS:
@@ -467,22 +474,22 @@ def _shape(value: ir.Value) -> tuple[int, ...]:
 
 
 def _rows(value: ir.Value) -> Linear:
-    """A number, a size of the step, or some rows for each: `8 * tokens`."""
+    """Returns the rows of a value: a number, a size of the step, or a multiple of one, `8 * tokens`."""
     assert value.shape is not None
     first = value.shape[0]
     if isinstance(first, int):
         return Linear(first)
     times, _, dim = str(first.value).rpartition(" * ")
     if dim not in ROWS:
-        raise EngineError(f"{value.name} has rows {first}, which no step size gives")
+        raise EngineError(f"{value.name} has rows {first}, which is not a size of a step")
     return linear(**{dim: int(times or 1)})
 
 
 def _columns(value: ir.Value) -> int:
-    """Elements of a row: the product of all dimensions but the first."""
+    """Returns the elements of a row: the product of all dimensions but the first."""
     assert value.shape is not None
     columns = 1
     for size in value.shape.dims[1:]:
-        assert isinstance(size, int), f"{value.name} has columns of unknown number"
+        assert isinstance(size, int), f"{value.name} has an unknown number of columns"
         columns *= size
     return columns

@@ -1,4 +1,4 @@
-"""Weights as the CPU kernels read them: the layouts of csrc/cpu/kernel.h, from torch tensors to bytes and back."""
+"""Packs torch tensors into the layouts of csrc/cpu/kernel.h that the CPU kernels read, and unpacks them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -13,29 +13,34 @@ from enginewright.dtypes import DTYPES
 from enginewright.manifest import K_ALIGN, ROWS, packed_bytes
 from enginewright.passes.weights import RowReader
 
-PIECE_ELEMENTS = 1 << 18  # of a weight, in memory at once (twice that of pairs); a cache holds them
+PIECE_ELEMENTS = 1 << 18  # elements of a weight in memory at once (twice that for pairs), so that a cache holds them
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class PackedForm:
-    """The logical form of a packed weight: what a kernel has to know to read its bytes."""
+    """The logical form of a packed weight, by which a kernel reads its bytes."""
 
-    dtype: str
-    shape: tuple[int, ...]  # [rows, columns], [columns] of a vector, or [matrices, rows, columns]
+    dtype: str  # number type
+    shape: tuple[int, ...]  # [rows, columns], [columns] for a vector, or [matrices, rows, columns]
     layout: str  # "plain", "r16", "r16_pairs", "r16_columns", "r16_columns_pairs"
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the packed weight."""
         return packed_bytes(self.dtype, self.shape, self.layout)
 
 
 def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
-    """The bytes of a weight, in pieces.
+    """Packs a weight into pieces.
+
+    Args:
+        weight: the weight.
+        form: form of the packed bytes.
 
     Raises:
-        ValueError: the tensor is not of the form's shape or dtype, or holds what kernels cannot take (NaN of e4m3,
-            codes of 4 bits above 15).
+        ValueError: the tensor does not have the form's shape or dtype, or holds values that kernels do not support (NaN
+            of e4m3, codes of 4 bits above 15).
     """
     if tuple(weight.shape) != form.shape:
         raise ValueError(f"a {weight.dtype} {tuple(weight.shape)} tensor is packed as {form}")
@@ -44,8 +49,14 @@ def pack(weight: torch.Tensor, form: PackedForm) -> Iterator[memoryview]:
 
 
 def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[Callable[[], memoryview]]:
-    """The same of a weight that is read by some rows at a time, each of them once; of several matrices rows are counted
-    through. Pieces are made when they are called, in any order, or several at once.
+    """Packs a weight that is read by rows, each of them once; rows of several matrices are counted through.
+
+    Args:
+        rows: reader of the weight.
+        form: form of the packed bytes.
+
+    Returns:
+        Functions that make pieces when they are called, in any order, or several at once.
     """
     if len(form.shape) == 3:
         matrices, own, _ = form.shape
@@ -59,7 +70,7 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[Callable[[], memory
         if values.dtype != TORCH_DTYPES[form.dtype]:
             raise ValueError(f"a {values.dtype} tensor is packed as {form}")
         if form.dtype == "e4m3":
-            values = values.view(torch.uint8)  # as such it can be padded
+            values = values.view(torch.uint8)  # torch pads bytes, but not e4m3
             if ((values & 0x7F) == 0x7F).any():
                 raise ValueError(f"a weight packed as {form} holds NaN")
         if DTYPES[form.dtype].bits == 4 and (values > 15).any():
@@ -89,12 +100,17 @@ def _plain(read: RowReader, begin: int, end: int) -> memoryview:
 def _blocks(
     read: RowReader, blocks: Callable[[torch.Tensor], torch.Tensor], begin: int, end: int, parts: range
 ) -> memoryview:
-    """parts: where the matrices begin whose rows are stored in turn."""
+    """Packs rows of matrices that are stored in turn; `parts` are their first rows."""
     return _bytes(torch.stack([blocks(read(first + begin, first + end)) for first in parts], dim=1))
 
 
 def unpack_rows(data: memoryview, form: PackedForm) -> RowReader:
-    """The other way: what was packed, by rows. data: bytes, of the form's size."""
+    """Unpacks a weight, by rows.
+
+    Args:
+        data: packed bytes, of the form's size.
+        form: form of the packed bytes.
+    """
     if len(form.shape) == 3:
         return _unpack_matrices(data, form)
     layout, parts = form.layout.removesuffix("_pairs"), 2 if form.layout.endswith("_pairs") else 1
@@ -118,7 +134,7 @@ def unpack_rows(data: memoryview, form: PackedForm) -> RowReader:
 
 
 def _unpack_matrices(data: memoryview, form: PackedForm) -> RowReader:
-    """Of several matrices, whose rows are counted through."""
+    """Unpacks several matrices, whose rows are counted through."""
     matrices, own, _ = form.shape
     of_one, size = replace(form, shape=form.shape[1:]), form.nbytes // matrices
 
@@ -133,7 +149,7 @@ def _unpack_matrices(data: memoryview, form: PackedForm) -> RowReader:
 
 
 def _unpacked(blocks: torch.Tensor, form: PackedForm, layout: str) -> torch.Tensor:
-    """UINT8 [blocks, bytes] → [rows, columns], with the rows that fill the last block."""
+    """Unpacks UINT8 [blocks, bytes] to [rows, columns], including rows that fill the last block."""
     dtype = TORCH_DTYPES[form.dtype]
     if layout == "plain":
         return blocks.view(dtype)
@@ -147,7 +163,7 @@ def _unpacked(blocks: torch.Tensor, form: PackedForm, layout: str) -> torch.Tens
 
 
 def _r16_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] → [blocks, lines, 16] of words, each the elements of K that a row has in a line; zero padded."""
+    """Packs [rows, columns] to [blocks, lines, 16] of words, each a row's elements of K in a line; zero padded."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % K_ALIGN, 0, -rows % ROWS)).contiguous()
     words = padded.view(torch.int32)
@@ -155,13 +171,13 @@ def _r16_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _four_bit_blocks(codes: torch.Tensor) -> torch.Tensor:
-    """The same of codes of 4 bits: k and k + 4 share a byte, so that a word has 8 of K."""
+    """Packs codes of 4 bits: k and k + 4 share a byte, so that a word has 8 elements of K."""
     words = _r16_blocks(codes)
     return words[:, 0::2] | words[:, 1::2] << 4
 
 
 def _columns(values: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] → [blocks, columns, 16], rows zero padded."""
+    """Packs [rows, columns] to [blocks, columns, 16], rows zero padded."""
     rows, columns = values.shape
     padded = torch.nn.functional.pad(values, (0, 0, 0, -rows % ROWS))
     return padded.reshape(-1, ROWS, columns).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The families of models that can be built: each a file, found by the `model_type` that it is named after."""
+"""Families of models that can be built, one file each, named after its `model_type`."""
 
 import difflib
 import importlib
@@ -23,23 +23,24 @@ from enginewright.embedding import EmbeddingConfig
 from enginewright.errors import UnsupportedModelError
 
 Build = Callable[[ConfigReader, Weights], ir.Model]
-ALIASES = {"kimi_k2": "deepseek_v3"}  # types that are another one by their own name
+ALIASES = {"kimi_k2": "deepseek_v3"}  # types that equal another one
 
 
 def model_types() -> list[str]:
-    """Every `model_type` that can be built."""
+    """Lists every `model_type` that can be built."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
 
 def build_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Model:
-    """The dense graph of a checkpoint, in standard ONNX and a few ops of ours. Reads no tensor.
+    """Builds the dense graph of a checkpoint, in standard ONNX and a few plugin ops, without reading a tensor.
 
     Inputs: tokens, positions INT64 [1, T]; past_key.<i>, past_value.<i> FLOAT [1, kv_heads, P, head_dim].
-    Outputs: logits FLOAT [1, T, vocab], or of an embedding model embedding or score FLOAT [1, 1, width];
+    Outputs: logits FLOAT [1, T, vocab], in an embedding model embedding or score FLOAT [1, 1, width];
     present_key.<i>, present_value.<i> FLOAT [1, kv_heads, P + T, head_dim].
 
     Args:
-        max_seq_len: positions of the longest sequence that is wanted; None is what the model was made for.
+        checkpoint: the checkpoint.
+        max_seq_len: positions of the longest sequence to support; None means the model's own limit.
 
     Raises:
         UnsupportedModelError: the model is of an unknown type, or has a feature that is not implemented.
@@ -53,9 +54,13 @@ def build_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Mo
 
 
 def build_mtp_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Model | None:
-    """The dense graph of the layer that a checkpoint carries to guess with (blocks/mtp.py); None where it has none.
+    """Builds the dense graph of a checkpoint's multi-token prediction (blocks/mtp.py); None if it has none.
 
-    Its inputs and outputs are those of `build_graph`, and hidden_before FLOAT [1, T, hidden size], an input.
+    Its inputs and outputs are those of `build_graph`, plus an input hidden_before FLOAT [1, T, hidden size].
+
+    Args:
+        checkpoint: the checkpoint.
+        max_seq_len: as in `build_graph`.
 
     Raises:
         UnsupportedModelError: it has a feature that is not implemented.
@@ -72,20 +77,20 @@ def build_mtp_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> i
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse, by its config alone, a model that cannot be built; its weights need not be there.
+    """Refuses a model that cannot be built by its config alone, without its weights.
 
     Args:
-        config: what config.json holds.
+        config: content of config.json.
 
     Raises:
         UnsupportedModelError: the type of the model, its rope, its quantization or another feature is not implemented.
         EngineError: the config cannot be used.
     """
-    _build(text_config(config), AssumedTensors(), pooling=Pooling("mean"))  # whatever it is: it refuses nothing
+    _build(text_config(config), AssumedTensors(), pooling=Pooling("mean"))  # any pooling: none refuses anything
 
 
 def keeps_latent_vectors(config: Mapping[str, Any]) -> bool:
-    """True if a model has one latent vector for each token and layer in its KV cache; config: of config.json.
+    """Returns True if a model caches one latent vector for each token and layer; config: content of config.json.
 
     Families without latent attention refuse the key.
     """
@@ -103,7 +108,7 @@ def _build(
     if pooling is not None:
         config.pooling = replace(pooling, embedding=_with_dimensions(pooling.embedding, config))
     if pooling is not None and not any(name.startswith("model.") for name in tensors.names):
-        weights.inside("")  # as a model is saved that never had a head
+        weights.inside("")  # the form of a model that was saved without a head
     model = cast(Build, _module(config.read(str, "model_type")).build)(config, weights)
     weights.refuse_left_over()
     weights.note_none_quantized()
@@ -118,7 +123,7 @@ def _open(values: Mapping[str, Any], tensors: Tensors, max_seq_len: int | None) 
 
 
 def _with_dimensions(embedding: EmbeddingConfig, config: ConfigReader) -> EmbeddingConfig:
-    """What of a vector is one, too, of models that were trained so: https://arxiv.org/abs/2205.13147"""
+    """Adds the shorter dimensions that a model was trained for: https://arxiv.org/abs/2205.13147"""
     dimensions = config.read_list(int, "matryoshka_dimensions")
     any_dimensions = config.read(bool, "is_matryoshka", default=False)
     if not dimensions:
@@ -135,7 +140,7 @@ def _module(model_type: str) -> ModuleType:
         nearest = difflib.get_close_matches(model_type, known, n=1)
         raise UnsupportedModelError(
             f"models of type {model_type!r} are not implemented",
-            f"known are {', '.join(known)}",
+            f"the known types are {', '.join(known)}",
             f"Did you mean {nearest[0]}?" if nearest else "",
         )
     return importlib.import_module(f"{__name__}.{model_type}")

@@ -1,11 +1,13 @@
-"""BERT, an encoder whose tokens see the whole text: embedding models such as all-MiniLM-L6-v2, and cross-encoders.
-https://arxiv.org/abs/1810.04805"""
+"""BERT, an encoder with bidirectional attention: embedding models such as all-MiniLM-L6-v2, and cross-encoders.
+
+https://arxiv.org/abs/1810.04805
+"""
 
 from dataclasses import replace
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, MOST_TOKENS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, MAX_TOKENS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, GraphWriter, Heads, LayerNorm, Mlp
 from enginewright.builder.models.blocks.layers import read_layer_count
@@ -14,7 +16,7 @@ from enginewright.builder.weights import Weights
 from enginewright.plugins.attention.masked_attention import EVERYTHING
 
 _TRAINING = Harmless("It is about training, which is over.")
-_POOLER = Harmless("It repeats what the pooler's weights are like.")
+_POOLER = Harmless("It repeats properties of the pooler's weights.")
 HARMLESS = {
     **dict.fromkeys(("attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"), _TRAINING),
     **{
@@ -29,13 +31,14 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
-    hidden = config.read_size("hidden_size", most=MOST_COLUMNS)
+    """Builds the dense graph of a model of this family."""
+    hidden = config.read_size("hidden_size", maximum=MAX_COLUMNS)
     positions, types = config.read_size("max_position_embeddings"), config.read_size("type_vocab_size", default=2)
-    vocab = config.read_size("vocab_size", most=MOST_TOKENS)
+    vocab = config.read_size("vocab_size", maximum=MAX_TOKENS)
     embedding = Embedding(vocab, hidden, positions=positions, types=types)
     heads, norm = Heads.read(config), LayerNorm(config.read_positive("layer_norm_eps", default=1e-12))
     attention = Attention(heads, bias=True, output_bias=True, lookahead=EVERYTHING)
-    width = config.read_size("intermediate_size", most=MOST_COLUMNS)
+    width = config.read_size("intermediate_size", maximum=MAX_COLUMNS)
     mlp = Mlp.read(config, width, key="hidden_act", activation="gelu")
     mlp = replace(mlp, up_name="intermediate.dense", down_name="output.dense")
     layers = read_layer_count(config)

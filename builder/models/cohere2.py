@@ -1,4 +1,4 @@
-"""Command R7B and Command A: attention and MLP side by side, windows with a rope in three layers of four, and none of
+"""Command R7B and Command A: attention and MLP in parallel, windows with a rope in three layers of four, and none of
 either in the fourth. https://arxiv.org/abs/2504.00698"""
 
 from dataclasses import replace
@@ -26,6 +26,7 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm = Embedding.read(config), LayerNorm.read(config, "layer_norm_eps", bias=False)
     head, bias = Head.read(config, tied=True), config.read(bool, "attention_bias", default=False)
     last = replace(norm, scale=config.read_positive("logit_scale", default=0.0625))

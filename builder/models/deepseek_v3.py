@@ -1,5 +1,7 @@
-"""DeepSeek V3 and R1, and Kimi K2: latent attention, and experts in groups behind a few dense layers.
-https://arxiv.org/abs/2412.19437"""
+"""DeepSeek V3 and R1, and Kimi K2: latent attention, and experts in groups after a few dense layers.
+
+https://arxiv.org/abs/2412.19437
+"""
 
 import onnx_ir as ir
 
@@ -18,7 +20,7 @@ from enginewright.builder.models.blocks import (
 )
 from enginewright.builder.models.blocks.decoder import DecoderParts
 from enginewright.builder.models.blocks.layers import read_layer_count
-from enginewright.builder.models.blocks.mtp import LEFT_OUT, write_mtp_behind
+from enginewright.builder.models.blocks.mtp import LEFT_OUT, write_mtp_after_layers
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
@@ -26,9 +28,9 @@ _TRAINING = "It is about training, which is over."
 HARMLESS = {
     "aux_loss_alpha": Harmless(_TRAINING),
     "ep_size": Harmless("It says how experts were divided among devices."),
-    "moe_layer_freq": Harmless("Every layer behind the dense ones has experts.", (1,)),
-    "num_nextn_predict_layers": Harmless("It is about guesses of further tokens, which answers do not depend on."),
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "moe_layer_freq": Harmless("Every layer after the dense ones has experts.", (1,)),
+    "num_nextn_predict_layers": Harmless("It is about draft tokens, which answers do not depend on."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "pretraining_tp": Harmless("It says in how many parts products were summed in training; the sums are the same."),
     "scoring_func": Harmless("Experts are chosen by sigmoids.", ("sigmoid",)),
     "seq_aux": Harmless(_TRAINING),
@@ -37,17 +39,19 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     parts, _ = _read(config)
     weights.leave_out(f"model.layers.{len(parts.layers)}.", LEFT_OUT)
     return write_decoder(weights, *parts)
 
 
 def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
-    return write_mtp_behind(weights, *_read(config))
+    """Builds the graph of the multi-token prediction layer; None if the checkpoint has none."""
+    return write_mtp_after_layers(weights, *_read(config))
 
 
 def _read(config: ConfigReader) -> tuple[DecoderParts, Layer]:
-    """The model, and the layer that guesses."""
+    """Reads the model, and its layer of multi-token prediction."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     attention = LatentAttention.read(config, config.section("rope_scaling", "rope_parameters"))
     mlp, count = GatedMlp.read(config), read_layer_count(config)

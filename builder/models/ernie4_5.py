@@ -1,5 +1,7 @@
 """ERNIE 4.5, dense: llama with neighbouring columns rotated against each other.
-https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf"""
+
+https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf
+"""
 
 import onnx_ir as ir
 
@@ -23,6 +25,7 @@ HARMLESS = {"compression_ratio": Harmless("Positions are counted as they are.", 
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5)
     head, bias = Head.read(config, tied=True), config.read(bool, "use_bias", default=False)
     heads = Heads.read(config, default_dim=None if config.has("head_dim") else 128)

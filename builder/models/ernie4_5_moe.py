@@ -1,5 +1,7 @@
 """ERNIE 4.5 with experts in some layers, and ones for all tokens; a rope of neighbouring columns.
-https://ernie.baidu.com/blog/publication/ERNIE_Technical_Report.pdf"""
+
+https://ernie.baidu.com/blog/publication/ERNIE_Technical_Report.pdf
+"""
 
 import onnx_ir as ir
 
@@ -22,20 +24,23 @@ from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
-    "moe_capacity": Harmless("It is about training: an expert takes all rows that it is given."),
+    "moe_capacity": Harmless("It is about training: an expert computes all of its rows."),
     "moe_gate": Harmless("Experts are chosen by their scores.", ("topk",)),
-    "moe_norm_min": Harmless("It is the least sum that shares are divided by, and no sum is as small.", (1e-12, 0.0)),
+    "moe_norm_min": Harmless(
+        "It is the smallest sum that shares are divided by, and no sum is as small.", (1e-12, 0.0)
+    ),
     "moe_use_aux_free": Harmless("Scores are corrected when experts are chosen.", (True,)),
     "multi_token_pred_lambda": Harmless("It is about training, which is over."),
-    "num_nextn_predict_layers": Harmless("What predicts further tokens is left out."),
+    "num_nextn_predict_layers": Harmless("Layers that predict further tokens are left out."),
     "use_bias": Harmless("No layer has a bias.", (False,)),
 }
 CORRECTION = ("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias")
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config, tied=True)
     attention = Attention(Heads.read(config))
     mlp = GatedMlp.read(config)

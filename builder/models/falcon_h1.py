@@ -1,11 +1,13 @@
-"""Falcon H1: attention and Mamba-2 side by side in every layer, and factors on what is projected.
-https://arxiv.org/abs/2507.22448"""
+"""Falcon H1: attention and Mamba-2 in parallel in every layer, and factors on projections.
+
+https://arxiv.org/abs/2507.22448
+"""
 
 from dataclasses import replace
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import (
     Attention,
@@ -23,18 +25,19 @@ from enginewright.builder.models.blocks.layers import read_layer_count
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
-_NO_BIAS = Harmless("What is multiplied by a factor has no bias.", (False,))
+_NO_BIAS = Harmless("Layers with a factor have no bias.", (False,))
 HARMLESS = {
     "attention_bias": _NO_BIAS,
     "mlp_bias": _NO_BIAS,
     "projectors_bias": _NO_BIAS,
     "mamba_chunk_size": Harmless("It says how states are computed, and changes rounding at most."),
     "mamba_use_mlp": Harmless("Every layer has an MLP.", (True,)),
-    "num_logits_to_keep": Harmless("It says what transformers returns beside the last logits."),
+    "num_logits_to_keep": Harmless("It says what transformers returns in addition to the last logits."),
 }
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5), Head.read(config)
     embedding = replace(embedding, scale=_factor(config, "embedding_multiplier"))
     last = replace(norm, scale=_factor(config, "lm_head_multiplier"))
@@ -63,9 +66,9 @@ def _factors(config: ConfigReader, key: str, count: int) -> list[float]:
 
 
 def _read_mamba(config: ConfigReader, hidden: int, epsilon: float) -> Mamba2:
-    expanded = config.read_size("mamba_expand", default=2, most=MOST_COLUMNS) * hidden
-    default = expanded if config.has("mamba_d_ssm") else 1024  # a key that is null is not as one that is not there
-    mamba = Mamba2.read(config, config.read_size("mamba_d_ssm", default=default, most=MOST_COLUMNS), epsilon)
+    expanded = config.read_size("mamba_expand", default=2, maximum=MAX_COLUMNS) * hidden
+    default = expanded if config.has("mamba_d_ssm") else 1024  # a null differs from a missing key
+    mamba = Mamba2.read(config, config.read_size("mamba_d_ssm", default=default, maximum=MAX_COLUMNS), epsilon)
     if mamba.bias:
         raise config.unsupported("mamba_proj_bias = True", _NO_BIAS.reason)
     norm_first = config.read(bool, "mamba_norm_before_gate", default=True)
@@ -76,7 +79,7 @@ def _read_mamba(config: ConfigReader, hidden: int, epsilon: float) -> Mamba2:
 def _multiply(
     config: ConfigReader, weights: Weights, layers: int, hidden: int, width: int, mamba: Mamba2, inner: float
 ) -> None:
-    """Factors are in weights. inner: that of what attention reads, of whose values it is in the output."""
+    """Multiplies factors into weights; `inner`, of the input of attention, goes into the output's for values."""
     rows = (mamba.heads * mamba.dim,) * 2 + (mamba.groups * mamba.state,) * 2 + (mamba.heads,)  # of z, v, B, C, dt
     read = _factor(config, "ssm_in_multiplier")
     projected = [(count, own * read) for count, own in zip(rows, _factors(config, "ssm_multipliers", 5), strict=True)]

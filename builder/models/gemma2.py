@@ -1,5 +1,7 @@
 """Gemma 2: local and global layers in turn, norms around both parts of a layer, soft caps.
-https://arxiv.org/abs/2408.00118"""
+
+https://arxiv.org/abs/2408.00118
+"""
 
 from dataclasses import replace
 
@@ -24,10 +26,11 @@ from enginewright.builder.weights import Weights
 
 BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
-HARMLESS = {"use_bidirectional_attention": Harmless("Every token attends to those before it alone.", (False,))}
+HARMLESS = {"use_bidirectional_attention": Harmless("Every token only attends to those before it.", (False,))}
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm = Embedding.read(config), RmsNorm.read(config, offset=1.0)
     # The scale is a weight's neighbour: in the reference it has the precision of the table.
     embedding = replace(embedding, scale=torch.tensor(embedding.hidden**0.5, dtype=torch.bfloat16).item())

@@ -1,5 +1,7 @@
 """Gemma 3, text: local and global layers with a rope each, norms around both parts of a layer, scaled embeddings.
-https://arxiv.org/abs/2503.19786"""
+
+https://arxiv.org/abs/2503.19786
+"""
 
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from enginewright.plugins.attention.masked_attention import EVERYTHING
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm = Embedding.read(config), RmsNorm.read(config, offset=1.0)
     # The scale is a weight's neighbour: in the reference it has the precision of the table.
     embedding = replace(embedding, scale=torch.tensor(embedding.hidden**0.5, dtype=torch.bfloat16).item())
@@ -58,7 +61,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
 
 
 def _seeing(attention: Attention, window: int, both_ways: bool) -> Attention:
-    """What a token of a layer sees: before it, or on both sides, where a window lies around it."""
+    """Sets the context of a layer's tokens: before them, or on both sides, with a window around them."""
     if not both_ways:
         return replace(attention, window=window)
     reach = window // 2
@@ -66,7 +69,7 @@ def _seeing(attention: Attention, window: int, both_ways: bool) -> Attention:
 
 
 def _windows(config: ConfigReader) -> list[int]:
-    """Every so many layers (`sliding_window_pattern`), one that sees everything."""
+    """Reads the windows: one layer of every `sliding_window_pattern` has none."""
     every = config.read_size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     slides = [bool((layer + 1) % every) for layer in range(read_layer_count(config))]
     return read_windows(config, slides, config.read(int, "sliding_window", default=4096))

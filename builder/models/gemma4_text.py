@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 import torch
 
-from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS, MOST_TOKENS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import (
     Attention,
@@ -29,7 +29,7 @@ from enginewright.builder.weights import Weights
 from enginewright.plugins.plugin import width_of
 
 HARMLESS = {
-    "use_bidirectional_attention": Harmless("Only pictures are seen at once, and there are none.", (False, "vision")),
+    "use_bidirectional_attention": Harmless("It only applies to pictures, and there are none.", (False, "vision")),
 }
 
 
@@ -37,6 +37,7 @@ DEFAULT_ROPES = {"full_attention": {"rope_type": "proportional", "partial_rotary
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     norm, count = RmsNorm.read(config), read_layer_count(config)
     embedding = _scaled(Embedding.read(config))
     head = Head.read(config, tied=True, softcap=config.read(float, "final_logit_softcapping", default=0.0))
@@ -81,42 +82,42 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
 
 @dataclass(frozen=True)
 class LayerVectors:
-    """A vector for each token and layer: of a table of its own, and of a projection of the token's embedding."""
+    """Vectors for each token and layer, from a separate table and from a projection of the token's embedding."""
 
-    table: Embedding  # of all layers, one behind the other
-    width: int  # of a vector
-    norm: RmsNorm  # of each layer's projection
-    norm_after: RmsNorm  # of what a layer adds
-    activation: str  # of the gate, of plugins/elementwise/activation.py
+    table: Embedding  # table with the columns of all layers in order
+    width: int  # columns of a vector
+    norm: RmsNorm  # norm of each layer's projection
+    norm_after: RmsNorm  # norm of the term that a layer adds
+    activation: str  # activation of the gate, a name in plugins/elementwise/activation.py
 
     @staticmethod
     def read(config: ConfigReader, embedding: Embedding, norm: RmsNorm, layers: int) -> "LayerVectors | None":
-        """None where the model has none."""
-        vocab = config.read_size("vocab_size_per_layer_input", default=262_144, most=MOST_TOKENS)
+        """Reads the vectors; None if the model has none."""
+        vocab = config.read_size("vocab_size_per_layer_input", default=262_144, maximum=MAX_TOKENS)
         if config.holds("hidden_size_per_layer_input", 0):
             return None
-        width = config.read_size("hidden_size_per_layer_input", default=256, most=MOST_COLUMNS)
+        width = config.read_size("hidden_size_per_layer_input", default=256, maximum=MAX_COLUMNS)
         table = _scaled(Embedding(vocab, layers * width), width)
         assert table.scale is not None
         return LayerVectors(
             # The sum of both is divided by the root of 2.
             replace(table, scale=table.scale * 2**-0.5),
             width,
-            # The projection is divided by the root of hidden, which its norm undoes, but for the epsilon.
+            # The projection is divided by the root of hidden, which its norm undoes except for the epsilon.
             replace(norm, epsilon=norm.epsilon * embedding.hidden, scale=2**-0.5),
             norm,
             PLAIN_ACTIVATIONS[read_activation(config, "hidden_activation", default="gelu_pytorch_tanh")],
         )
 
     def write(self, graph: GraphWriter, x: ir.Value) -> list[ir.Value]:
-        """Of each layer: [1, T, width]. x: the embeddings."""
+        """Writes the vectors of each layer, [1, T, width], from the embeddings x."""
         projected = graph.linear(x, "model.per_layer_model_projection", self.table.hidden)
         projected = self.norm.write_by_head(graph, projected, "model.per_layer_projection_norm", self.width)
         both = graph.add(self.table.write(graph, "model.embed_tokens_per_layer"), projected)
         return graph.split(both, "layer_vectors", *[self.width] * (self.table.hidden // self.width))
 
     def apply(self, graph: GraphWriter, x: ir.Value, vector: ir.Value, name: str) -> ir.Value:
-        """What a layer adds to x, [1, T, hidden]."""
+        """Writes the term that a layer adds to x, [1, T, hidden]."""
         gate = graph.linear(x, f"{name}.per_layer_input_gate", self.width)
         gated = graph.activation(self.activation, vector, f"{gate.name}.gated", gate)
         h = graph.linear(gated, f"{name}.per_layer_projection", width_of(x))
@@ -124,12 +125,12 @@ class LayerVectors:
 
 
 def _scaled(embedding: Embedding, width: int = 0) -> Embedding:
-    """Rows times the root of their width, which in the reference has the precision of the table."""
+    """Scales rows by the root of their width, which in the reference has the precision of the table."""
     return replace(embedding, scale=torch.tensor((width or embedding.hidden) ** 0.5, dtype=torch.bfloat16).item())
 
 
 def _read_windows(config: ConfigReader, count: int) -> list[int]:
-    """In tokens, 0 for a layer without. The last layer has none, whatever the config says, as in transformers."""
+    """Reads windows in tokens, 0 for a layer without one. The last layer never has one, as in transformers."""
     every = [bool((layer + 1) % 6) for layer in range(count)]
     windows = read_windows(config, every, config.read(int, "sliding_window", default=512))
     if windows[-1] and config.has("layer_types"):
@@ -138,7 +139,7 @@ def _read_windows(config: ConfigReader, count: int) -> list[int]:
 
 
 def _read_attention(config: ConfigReader, windows: Sequence[int], norm: RmsNorm) -> list[Attention]:
-    """Of each layer. Those without a window have other heads, and may have no values of their own."""
+    """Reads attention of each layer. Layers without a window have other heads, and their keys may be their values."""
     bias = config.read(bool, "attention_bias", default=False)
     local, no_values = Heads.read(config, default_dim=256), config.read(bool, "attention_k_eq_v", default=False)
     heads = dict.fromkeys(range(len(windows)), local)
@@ -146,8 +147,8 @@ def _read_attention(config: ConfigReader, windows: Sequence[int], norm: RmsNorm)
         heads |= {layer: _override(overrides, layer, local) for layer in range(len(windows))}
         overrides.refuse_any_unread()
     elif not config.has("per_layer_config"):
-        dim = config.read_size("global_head_dim", default=512, most=MOST_HEAD_DIM)
-        kv_count = config.read_size("num_global_key_value_heads", default=local.kv_count, most=MOST_HEADS)
+        dim = config.read_size("global_head_dim", default=512, maximum=MAX_HEAD_DIM)
+        kv_count = config.read_size("num_global_key_value_heads", default=local.kv_count, maximum=MAX_HEADS)
         everywhere = Heads(local.count, kv_count if no_values else local.kv_count, dim).checked(config)
         heads |= {layer: everywhere for layer, window in enumerate(windows) if not window}
     return [
@@ -166,18 +167,18 @@ def _read_attention(config: ConfigReader, windows: Sequence[int], norm: RmsNorm)
 
 
 def _override(overrides: ConfigReader, layer: int, heads: Heads) -> Heads:
-    """What transformers 5.23 writes: keys of the layer's own."""
+    """Reads a layer's own keys, as transformers 5.23 writes them."""
     own = overrides.section(str(layer))
     if own is None:
         return heads
-    dim = own.read_size("head_dim", default=heads.dim, most=MOST_HEAD_DIM)
-    kv_count = own.read_size("num_key_value_heads", default=heads.kv_count, most=MOST_HEADS)
+    dim = own.read_size("head_dim", default=heads.dim, maximum=MAX_HEAD_DIM)
+    kv_count = own.read_size("num_key_value_heads", default=heads.kv_count, maximum=MAX_HEADS)
     own.refuse_any_unread()
     return Heads(heads.count, kv_count, dim).checked(own)
 
 
 def _read_ropes(config: ConfigReader, dims: Mapping[bool, int], max_positions: int) -> dict[bool, Rope]:
-    """By whether a layer has a window. dims: columns of a head in each kind that there is."""
+    """Reads the rope of each kind of layer: True for those with a window. dims: columns of a head by kind."""
     parameters = config.section("rope_parameters") or ConfigReader(DEFAULT_ROPES)
     kinds = {True: ("sliding_attention", 10_000.0), False: ("full_attention", 1_000_000.0)}
     sections = {local: (parameters.section(name), theta) for local, (name, theta) in kinds.items()}
@@ -186,7 +187,7 @@ def _read_ropes(config: ConfigReader, dims: Mapping[bool, int], max_positions: i
 
 
 def _read_sources(config: ConfigReader, windows: Sequence[int]) -> list[int | None]:
-    """Whose keys and values each layer reads: the upper ones those of the last layer below that is of their kind."""
+    """Finds the layer whose keys and values each layer reads: for upper ones the last layer of their kind below."""
     shared, count = config.read(int, "num_kv_shared_layers", default=0), len(windows)
     if not 0 <= shared < count:
         raise config.error(f"num_kv_shared_layers is {shared}, but there are {count} layers")
@@ -210,7 +211,7 @@ def _read_experts(config: ConfigReader) -> Experts | None:
 
 
 def _with_experts(graph: GraphWriter, x: ir.Value, h: ir.Value, experts: Experts, norm: RmsNorm, name: str) -> ir.Value:
-    """What the MLP gives, h, and what experts make of x; the router reads x by a norm of its own."""
+    """Writes the sum of h, the MLP's output, and the experts' output for x; the router has its own norm of x."""
     hidden = width_of(x)
     h = norm.write(graph, h, f"{name}.post_feedforward_layernorm_1")
     scored = replace(norm, scale=hidden**-0.5, weight_name="scale").write(graph, x, f"{name}.router")

@@ -1,5 +1,7 @@
 """GLM 4, dense, 0414: norms around both parts of a layer, and half of each head rotated, in neighbouring columns.
-https://arxiv.org/abs/2406.12793"""
+
+https://arxiv.org/abs/2406.12793
+"""
 
 import onnx_ir as ir
 
@@ -20,6 +22,7 @@ from enginewright.builder.weights import Weights
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1.5625e-7), Head.read(config)
     attention = Attention(Heads.read(config, default_dim=128), bias=config.read(bool, "attention_bias", default=True))
     mlp, rope = GatedMlp.read(config), read_rope(config, attention.heads.dim, part=0.5, interleaved=True)

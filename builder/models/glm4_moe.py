@@ -1,5 +1,7 @@
 """GLM 4.5: half of each head is rotated; experts by corrected sigmoids, and one for all tokens.
-https://arxiv.org/abs/2508.06471"""
+
+https://arxiv.org/abs/2508.06471
+"""
 
 import onnx_ir as ir
 
@@ -19,30 +21,32 @@ from enginewright.builder.models.blocks import (
 )
 from enginewright.builder.models.blocks.decoder import DecoderParts
 from enginewright.builder.models.blocks.layers import read_layer_count
-from enginewright.builder.models.blocks.mtp import LEFT_OUT, write_mtp_behind
+from enginewright.builder.models.blocks.mtp import LEFT_OUT, write_mtp_after_layers
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
-    "num_mtp_layers": Harmless("It is about guesses of further tokens, which answers do not depend on."),
-    "num_nextn_predict_layers": Harmless("It is about guesses of further tokens, which answers do not depend on."),
+    "num_mtp_layers": Harmless("It is about draft tokens, which answers do not depend on."),
+    "num_nextn_predict_layers": Harmless("It is about draft tokens, which answers do not depend on."),
 }
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     parts, _ = _read(config)
     weights.leave_out(f"model.layers.{len(parts.layers)}.", LEFT_OUT)
     return write_decoder(weights, *parts)
 
 
 def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
-    return write_mtp_behind(weights, *_read(config))
+    """Builds the graph of the multi-token prediction layer; None if the checkpoint has none."""
+    return write_mtp_after_layers(weights, *_read(config))
 
 
 def _read(config: ConfigReader) -> tuple[DecoderParts, Layer]:
-    """The model, and the layer that guesses."""
+    """Reads the model, and its layer of multi-token prediction."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     mlp = GatedMlp.read(config)
     experts = Experts.read_shared(config, Routing.read_grouped(config, "n_routed_experts", "num_local_experts"), mlp)

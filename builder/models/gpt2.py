@@ -1,9 +1,11 @@
-"""GPT-2: layer norms, learned positions, an MLP without a gate, weights stored [in, out]; and what is built like it.
-https://openai.com/index/better-language-models"""
+"""GPT-2: layer norms, learned positions, an MLP without a gate, weights stored [in, out]; and models built like it.
+
+https://openai.com/index/better-language-models
+"""
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, MOST_HEADS, MOST_LAYERS, MOST_TOKENS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, MAX_HEADS, MAX_LAYERS, MAX_TOKENS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, GraphWriter, Head, Heads, LayerNorm, Mlp
 from enginewright.builder.weights import Weights
@@ -15,29 +17,30 @@ HARMLESS = {
     **{f"summary_{key}": _SUMMARY for key in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")},
     "n_ctx": Harmless("It repeats n_positions."),
     "reorder_and_upcast_attn": Harmless("It says how the reference rounds."),
-    "scale_attn_by_inverse_layer_idx": Harmless("Scores of all layers are scaled alike.", (False,)),
+    "scale_attn_by_inverse_layer_idx": Harmless("Scores of all layers have the same scale.", (False,)),
     "scale_attn_weights": Harmless("Scores are divided by the root of head_dim.", (True,)),
 }
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
-    hidden = config.read_size("n_embd", "hidden_size", most=MOST_COLUMNS)
-    count = config.read_size("n_head", "num_attention_heads", most=MOST_HEADS)
+    """Builds the dense graph of a model of this family."""
+    hidden = config.read_size("n_embd", "hidden_size", maximum=MAX_COLUMNS)
+    count = config.read_size("n_head", "num_attention_heads", maximum=MAX_HEADS)
     if hidden % count:
-        raise config.error(f"n_embd is {hidden}, no multiple of n_head, {count}")
-    vocab = config.read_size("vocab_size", most=MOST_TOKENS)
+        raise config.error(f"n_embd is {hidden}, which is not a multiple of n_head, {count}")
+    vocab = config.read_size("vocab_size", maximum=MAX_TOKENS)
     positions = config.read_size("n_positions", "max_position_embeddings")
     embedding = Embedding(vocab, hidden, positions=positions)
     head, norm = Head.read(config, tied=True), LayerNorm.read(config, "layer_norm_epsilon")
     mlp = Mlp.read(
         config,
-        config.read_size("n_inner", default=4 * hidden, most=MOST_COLUMNS),
+        config.read_size("n_inner", default=4 * hidden, maximum=MAX_COLUMNS),
         key="activation_function",
         activation="gelu_new",
     )
     heads = Heads(count, count, hidden // count)
     attention = Attention(heads, bias=True, output_bias=True, output_name="c_proj")
-    layers = config.read_size("n_layer", "num_hidden_layers", most=MOST_LAYERS)
+    layers = config.read_size("n_layer", "num_hidden_layers", maximum=MAX_LAYERS)
     config.refuse_unread(HARMLESS)
     top = "transformer." if any(name.startswith("transformer.") for name in weights.tensors.names) else ""
     for mask in (".attn.bias", ".attn.masked_bias"):

@@ -24,7 +24,7 @@ from enginewright.builder.weights import Weights
 from enginewright.plugins.gemm.gemm import CLAMPED_LIMIT, CLAMPED_SLOPE
 
 HARMLESS = {
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
     "hidden_act": Harmless("The gate's activation is a Swish of its own.", ("silu",)),
     "initial_context_length": Harmless("The rope has it as original_max_position_embeddings."),
@@ -34,6 +34,7 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     bias = config.read(bool, "attention_bias", default=True)
     attention = Attention(Heads.read(config, default_dim=64), bias=bias, output_bias=bias, sinks=True)

@@ -1,5 +1,7 @@
-"""Granite 3 and 4, dense: llama with factors on embeddings, scores, what layers add, and logits.
-https://arxiv.org/abs/2405.04324"""
+"""Granite 3 and 4, dense: llama with factors on embeddings, scores, residuals, and logits.
+
+https://arxiv.org/abs/2405.04324
+"""
 
 import onnx_ir as ir
 
@@ -16,6 +18,7 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, last = granite.read_scaled(config)
     head, attention = Head.read(config), granite.read_attention(config)
     mlp = GatedMlp.read(config, bias=config.read(bool, "mlp_bias", default=False))

@@ -12,7 +12,13 @@ HARMLESS = granite.HARMLESS
 
 
 def build(config: ConfigReader, weights: Weights, has_shared: bool = False) -> ir.Model:
-    """has_shared: the family may have an MLP beside the experts."""
+    """Builds the dense graph of a model of this family.
+
+    Args:
+        config: config of the model.
+        weights: weights of the checkpoint.
+        has_shared: True if the family may have a shared MLP next to the experts.
+    """
     embedding, norm, last = granite.read_scaled(config)
     head, attention, count = Head.read(config), granite.read_attention(config), read_layer_count(config)
     shared = granite.read_shared(config, default=0) if has_shared else None

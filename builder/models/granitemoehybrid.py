@@ -1,16 +1,18 @@
 """Granite 4 H: Mamba-2 in most layers, attention in the others, experts or an MLP, and Granite's factors.
-https://arxiv.org/abs/2405.21060"""
+
+https://arxiv.org/abs/2405.21060
+"""
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Head, Layer, Mamba2, granite, write_decoder
 from enginewright.builder.models.blocks.layers import read_kinds, read_layer_count
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
-KINDS = {"mamba": False, "linear_attention": False, "attention": True, "full_attention": True}  # whether it attends
+KINDS = {"mamba": False, "linear_attention": False, "attention": True, "full_attention": True}  # True for attention
 HARMLESS = {
     **granite.HARMLESS,
     "init_method": Harmless("It is about initial values, which training has changed."),
@@ -23,9 +25,10 @@ WITHOUT_ROPE = dict.fromkeys(_ROPE, Harmless("Positions are not rotated: positio
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, last = granite.read_scaled(config)
     head, attention = Head.read(config), granite.read_attention(config)
-    values = config.read_size("mamba_expand", default=2, most=MOST_COLUMNS) * embedding.hidden
+    values = config.read_size("mamba_expand", default=2, maximum=MAX_COLUMNS) * embedding.hidden
     mamba = Mamba2.read(config, values, config.read_positive("rms_norm_eps", default=1e-6))
     attends = read_kinds(config, KINDS, [False] * read_layer_count(config))
     mlp, mlp_name = granite.read_shared(config, default=1024), granite.SHARED

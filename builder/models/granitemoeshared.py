@@ -1,5 +1,7 @@
-"""Granite with experts in all layers, and an MLP beside them that all tokens go through.
-https://arxiv.org/abs/2405.04324"""
+"""Granite with experts in all layers, and a shared MLP that all tokens go through.
+
+https://arxiv.org/abs/2405.04324
+"""
 
 import onnx_ir as ir
 
@@ -11,4 +13,5 @@ HARMLESS = granitemoe.HARMLESS
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     return granitemoe.build(config, weights, has_shared=True)

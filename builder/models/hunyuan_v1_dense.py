@@ -1,5 +1,7 @@
-"""Hunyuan 0.5B to 7B, dense: llama with norms on each head of q and k, behind their rotation.
-https://github.com/Tencent-Hunyuan/Hunyuan-7B"""
+"""Hunyuan 0.5B to 7B, dense: llama with norms on each head of q and k, after their rotation.
+
+https://github.com/Tencent-Hunyuan/Hunyuan-7B
+"""
 
 import onnx_ir as ir
 
@@ -29,6 +31,7 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5), Head.read(config)
     bias = config.read(bool, "attention_bias", default=False)
     attention = Attention(

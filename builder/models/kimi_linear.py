@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.config import MAX_HEAD_DIM, MAX_HEADS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import (
     Embedding,
@@ -30,10 +30,10 @@ _NO_ROPE = "Attention has no positions in this family."
 HARMLESS = {
     "head_dim": Harmless("qk_nope_head_dim, qk_rope_head_dim and v_head_dim say what a head has."),
     "mla_use_nope": Harmless(_NO_ROPE, (True,)),
-    "moe_layer_freq": Harmless("Every layer behind the dense ones has experts.", (1,)),
+    "moe_layer_freq": Harmless("Every layer after the dense ones has experts.", (1,)),
     "moe_router_activation_func": Harmless("Experts are chosen by sigmoids.", ("sigmoid",)),
-    "num_nextn_predict_layers": Harmless("No layer guesses further tokens.", (0,)),
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "num_nextn_predict_layers": Harmless("No layer predicts further tokens.", (0,)),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "pretraining_tp": Harmless("It says in how many parts products were summed in training; the sums are the same."),
     "rope_parameters": Harmless(_NO_ROPE),
     "rope_scaling": Harmless(_NO_ROPE),
@@ -44,6 +44,7 @@ NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2", shared="s
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5), Head.read(config)
     attention = LatentAttention.read(config, None, whole_head=None)
     kimi, attends = _read_delta(config, norm)
@@ -59,7 +60,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     for part in ("gate", "up", "down"):  # transformers saves dense layers under the name of sparse ones
         weights.renamed(f".mlp.{part}_proj.weight", f".{NAMES.block}.{part}_proj.weight")
 
-    # A rope that stands still: every angle is 0.
+    # A rope without rotation: every angle is 0.
     still = Rope(np.zeros(attention.heads.rope_dim // 2, np.float32))
     layers = [
         Layer(attention if attend else kimi, experts if sparse else mlp, norm, rope=still if attend else None)
@@ -69,7 +70,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
 
 
 def _read_delta(config: ConfigReader, norm: RmsNorm) -> tuple[KimiDelta, Sequence[bool]]:
-    """And which layers attend in its place. Published configs have it in a section, and count layers from 1."""
+    """Reads the block, and the layers that attend instead. Published configs have a section, and count from 1."""
     check_conv_activation(config)
     count = read_layer_count(config)
     attends: Sequence[bool] = [layer > 0 and layer % 4 == 0 for layer in range(count)]
@@ -86,6 +87,6 @@ def _read_delta(config: ConfigReader, norm: RmsNorm) -> tuple[KimiDelta, Sequenc
 
 
 def _delta(config: ConfigReader, norm: RmsNorm, heads: str, dim: str, taps: str) -> KimiDelta:
-    """heads, dim, taps: what the config calls them."""
-    count = config.read_size(heads, default=32, most=MOST_HEADS)
-    return KimiDelta(count, config.read_size(dim, default=128, most=MOST_HEAD_DIM), read_taps(config, taps, 4), norm)
+    """Reads the block; heads, dim and taps are keys of the config."""
+    count = config.read_size(heads, default=32, maximum=MAX_HEADS)
+    return KimiDelta(count, config.read_size(dim, default=128, maximum=MAX_HEAD_DIM), read_taps(config, taps, 4), norm)

@@ -1,8 +1,8 @@
-"""LFM2 with experts by corrected sigmoids behind a few dense layers. https://arxiv.org/abs/2511.23404"""
+"""LFM2 with experts by corrected sigmoids after a few dense layers. https://arxiv.org/abs/2511.23404"""
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import ExpertNames, Experts, GatedMlp, Routing, lfm2
 from enginewright.builder.models.blocks.layers import read_layer_count
@@ -10,13 +10,14 @@ from enginewright.builder.weights import Weights
 
 GATE, UP, DOWN = lfm2.MLP_NAMES
 HARMLESS = {
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
 }
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     count, dense = read_layer_count(config), config.read(int, "num_dense_layers", default=2)
-    mlp = GatedMlp(config.read_size("intermediate_size", most=MOST_COLUMNS), "silu", names=lfm2.MLP_NAMES)
+    mlp = GatedMlp(config.read_size("intermediate_size", maximum=MAX_COLUMNS), "silu", names=lfm2.MLP_NAMES)
     # transformers adds a millionth to the sum that shares are divided by, of sigmoids that are far above it.
     routing = Routing.read(
         config,

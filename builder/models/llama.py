@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and the many that are built like it: SmolLM, TinyLlama, Yi, … https://arxiv.org/abs/2302.13971"""
+"""Llama 1 to 3, and the many models built like it: SmolLM, TinyLlama, Yi, … https://arxiv.org/abs/2302.13971"""
 
 import onnx_ir as ir
 
@@ -26,6 +26,7 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     bias = config.read(bool, "attention_bias", default=False)
     attention = Attention(Heads.read(config), bias=bias, output_bias=bias)

@@ -1,5 +1,7 @@
 """Ministral 3: llama with YaRN, and queries that grow with the logarithm of their position.
-https://mistral.ai/news/mistral-3"""
+
+https://mistral.ai/news/mistral-3
+"""
 
 import onnx_ir as ir
 
@@ -21,6 +23,7 @@ from enginewright.builder.weights import Weights
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5), Head.read(config)
     heads, mlp = Heads.read(config, default_dim=None if config.has("head_dim") else 128), GatedMlp.read(config)
     max_positions = config.read_size("max_position_embeddings")
@@ -33,7 +36,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     return write_decoder(weights, max_positions, embedding, layers, norm, head)
 
 
-# Of a config that has none, in transformers.
+# Defaults of transformers.
 ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,

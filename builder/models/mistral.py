@@ -1,4 +1,4 @@
-"""Mistral 7B, Nemo, Small 2 and 3, and what is built like them: llama with a window in some. https://arxiv.org/abs/2310.06825"""
+"""Mistral 7B, Nemo, Small 2 and 3, and models built like them: llama with a window in some. https://arxiv.org/abs/2310.06825"""
 
 import onnx_ir as ir
 
@@ -19,6 +19,7 @@ from enginewright.builder.weights import Weights
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     attention = Attention(Heads.read(config), window=read_window(config, default=4096))
     layer = Layer(attention, GatedMlp.read(config), norm, rope=read_rope(config, attention.heads.dim))

@@ -1,5 +1,7 @@
 """Mistral Small 4: latent attention whose queries grow with the logarithm of their position, and experts.
-https://huggingface.co/mistralai/Mistral-Small-4-119B-2603"""
+
+https://huggingface.co/mistralai/Mistral-Small-4-119B-2603
+"""
 
 from dataclasses import replace
 
@@ -24,12 +26,13 @@ from enginewright.builder.models.blocks.rope import rope_from
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "pretraining_tp": Harmless("It says in how many parts products were summed in training; the sums are the same."),
 }
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     max_positions = config.read_size("max_position_embeddings")
     parameters = config.section("rope_parameters", "rope_scaling")

@@ -21,7 +21,7 @@ from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
     "router_jitter_noise": Harmless("It is about training, which is over."),
 }
@@ -29,6 +29,7 @@ NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     heads = Heads.read(config)
     routing = Routing.read(config, "num_local_experts", "num_experts")

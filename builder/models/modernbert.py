@@ -1,11 +1,13 @@
 """ModernBERT, an encoder for embedding models: a rope, gated MLPs, and in two layers of three a window around a token.
-https://arxiv.org/abs/2412.13663"""
+
+https://arxiv.org/abs/2412.13663
+"""
 
 from dataclasses import replace
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, MOST_TOKENS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, MAX_TOKENS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, GraphWriter, Heads, LayerNorm
 from enginewright.builder.models.blocks.layers import read_layer_count, read_windows
@@ -41,10 +43,11 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
-    pooling, hidden = refuse_without(config), config.read_size("hidden_size", most=MOST_COLUMNS)
+    """Builds the dense graph of a model of this family."""
+    pooling, hidden = refuse_without(config), config.read_size("hidden_size", maximum=MAX_COLUMNS)
     vocab, width = (
-        config.read_size("vocab_size", most=MOST_TOKENS),
-        config.read_size("intermediate_size", most=MOST_COLUMNS),
+        config.read_size("vocab_size", maximum=MAX_TOKENS),
+        config.read_size("intermediate_size", maximum=MAX_COLUMNS),
     )
     config.read(bool, "tie_word_embeddings", default=True)  # of a head that is left out
     bias, mlp_bias = (config.read(bool, f"{part}_bias", default=False) for part in ("attention", "mlp"))

@@ -1,11 +1,13 @@
 """Nemotron-H and Nemotron 3: Mamba-2, attention without positions, MLPs and experts, each a layer of its own.
-https://arxiv.org/abs/2504.03624"""
+
+https://arxiv.org/abs/2504.03624
+"""
 
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, MAX_HEAD_DIM, MAX_HEADS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import (
     Attention,
@@ -30,25 +32,25 @@ OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 _INITIAL = "It is about initial values, which training has changed."
 _SCAN = "It says how states are computed, and changes rounding at most."
 _NO_ROPE = "Attention has no positions."
-_GUESSES = "It is about guesses of further tokens, which the model does without."
+_DRAFTS = "It is about draft tokens, which are not used."
 HARMLESS = {
     "chunk_size": Harmless(_SCAN),
     "expand": Harmless("mamba_num_heads and mamba_head_dim say how wide the inner layer is."),
     "hidden_dropout": Harmless("It is about training, which is over."),
     "mamba_ssm_cache_dtype": Harmless("States are kept in fp32.", ("float32",)),
-    "mtp_hybrid_override_pattern": Harmless(_GUESSES),
-    "mtp_layers_block_type": Harmless(_GUESSES),
+    "mtp_hybrid_override_pattern": Harmless(_DRAFTS),
+    "mtp_layers_block_type": Harmless(_DRAFTS),
     "norm_eps": Harmless("layer_norm_epsilon is what transformers reads."),
-    "num_logits_to_keep": Harmless("It says what transformers returns beside the last logits."),
-    "num_nextn_predict_layers": Harmless(_GUESSES),
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "num_logits_to_keep": Harmless("It says what transformers returns in addition to the last logits."),
+    "num_nextn_predict_layers": Harmless(_DRAFTS),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "partial_rotary_factor": Harmless(_NO_ROPE),
     "rescale_prenorm_residual": Harmless(_INITIAL),
     "residual_in_fp32": Harmless("The residual is fp32."),
     "rms_norm_eps": Harmless("layer_norm_epsilon is what transformers reads."),
     "rope_theta": Harmless(_NO_ROPE),
     "time_step_floor": Harmless(_INITIAL),
-    "time_step_limit": Harmless("The least step is time_step_min, and there is no largest one, in transformers, too."),
+    "time_step_limit": Harmless("The smallest step is time_step_min, and there is no largest one, as in transformers."),
     "time_step_max": Harmless(_INITIAL),
     "use_mamba_kernels": Harmless(_SCAN),
 }
@@ -74,6 +76,7 @@ WITHOUT_EXPERTS = dict.fromkeys(
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, head = Embedding.read(config), Head.read(config)
     norm = RmsNorm(config.read_positive("layer_norm_epsilon", default=1e-5))
     kinds = _read_kinds(config)
@@ -87,11 +90,11 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
     experts = _read_experts(config) if "moe" in kinds else None
     max_positions = config.read_size("max_position_embeddings", default=4096)
     config.refuse_unread({**HARMLESS, **(EXPERTS if experts else WITHOUT_EXPERTS)})
-    weights.leave_out("mtp.", "of the part that guesses further tokens, which is left out")
+    weights.leave_out("mtp.", "of multi-token prediction, which is left out")
     if any(name.startswith("backbone.") for name in weights.tensors.names):
         weights.inside("backbone")
 
-    # Each layer is one part, which has one name, whatever it is.
+    # Each layer is one part, with the same name for every kind.
     def layer(mixer: Attention | Mamba2 | None, mlp: Mlp | Experts | None = None) -> Layer:
         return Layer(mixer, mlp, norm, names=("mixer", "mixer"), before=("norm", "norm"))
 
@@ -119,18 +122,18 @@ def _read_kinds(config: ConfigReader) -> Sequence[str]:
 
 
 def _read_mamba(config: ConfigReader) -> Mamba2:
-    heads = config.read_size("mamba_num_heads", default=128, most=MOST_HEADS)
-    groups = config.read_size("n_groups", "mamba_n_groups", default=8, most=MOST_HEADS)
+    heads = config.read_size("mamba_num_heads", default=128, maximum=MAX_HEADS)
+    groups = config.read_size("n_groups", "mamba_n_groups", default=8, maximum=MAX_HEADS)
     if heads % groups:
-        raise config.error(f"mamba_num_heads is {heads}, no multiple of n_groups, which is {groups}")
+        raise config.error(f"mamba_num_heads is {heads}, which is not a multiple of n_groups, {groups}")
     check_conv_activation(config, "mamba_hidden_act")
     bias = config.read(bool, "use_bias", default=False)
     config.read(bool, "mamba_proj_bias", default=bias)  # transformers reads use_bias alone
     return Mamba2(
         heads,
-        config.read_size("mamba_head_dim", default=64, most=MOST_HEAD_DIM),
+        config.read_size("mamba_head_dim", default=64, maximum=MAX_HEAD_DIM),
         groups,
-        config.read_size("ssm_state_size", default=128, most=MOST_HEAD_DIM),
+        config.read_size("ssm_state_size", default=128, maximum=MAX_HEAD_DIM),
         read_taps(config, "conv_kernel", 4),
         config.read_positive("layer_norm_epsilon", default=1e-5),
         bias,
@@ -140,8 +143,8 @@ def _read_mamba(config: ConfigReader) -> Mamba2:
 
 
 def _read_mlp(config: ConfigReader, key: str, default: int) -> Mlp:
-    """key: its width; default: where the config does not say it."""
-    width = config.read_size(key, default=default, most=MOST_COLUMNS)
+    """Reads an MLP; key: key of its width; default: width if the config has none."""
+    width = config.read_size(key, default=default, maximum=MAX_COLUMNS)
     bias = config.read(bool, "mlp_bias", default=False)
     if (activation := config.read(str, "mlp_hidden_act", default="relu2")) != "relu2":
         raise config.unsupported(f"mlp_hidden_act = {activation!r}", "Implemented is relu2.")
@@ -152,12 +155,12 @@ def _read_experts(config: ConfigReader) -> Experts:
     latent = config.read(int, "moe_latent_size", default=None)
     shared = _read_mlp(config, "moe_shared_expert_intermediate_size", 7688)
     if latent is not None and shared.bias:
-        raise config.unsupported("mlp_bias = True beside moe_latent_size", "Projections to latent columns have none.")
+        raise config.unsupported("mlp_bias = True with moe_latent_size", "Projections to latent columns have none.")
     return Experts(
         Routing.read_grouped(config),
         Experts.read_width(config),
         shared.activation,
-        latent=0 if latent is None else config.read_size("moe_latent_size", most=MOST_COLUMNS),
+        latent=0 if latent is None else config.read_size("moe_latent_size", maximum=MAX_COLUMNS),
         shared=shared,
         names=ExpertNames(gate_up_fused="experts.up_proj", shared="shared_experts"),
     )

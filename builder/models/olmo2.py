@@ -1,5 +1,7 @@
-"""OLMo 2: norms behind attention and MLP alone, and on all heads of q and k together.
-https://arxiv.org/abs/2501.00656"""
+"""OLMo 2: norms only after attention and MLP, and on all heads of q and k together.
+
+https://arxiv.org/abs/2501.00656
+"""
 
 import onnx_ir as ir
 
@@ -22,6 +24,7 @@ AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5), Head.read(config)
     bias = config.read(bool, "attention_bias", default=False)
     attention = Attention(Heads.read(config), bias=bias, output_bias=bias, head_norm=norm, norms_all_heads=True)

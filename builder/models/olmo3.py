@@ -1,5 +1,7 @@
 """OLMo 3: OLMo 2 with windows in three layers of four, and a rope of their own for these.
-https://arxiv.org/abs/2512.13961"""
+
+https://arxiv.org/abs/2512.13961
+"""
 
 from dataclasses import replace
 
@@ -23,6 +25,7 @@ from enginewright.builder.weights import Weights
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5), Head.read(config)
     bias = config.read(bool, "attention_bias", default=False)
     attention = Attention(Heads.read(config), bias=bias, output_bias=bias, head_norm=norm, norms_all_heads=True)

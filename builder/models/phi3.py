@@ -1,5 +1,7 @@
 """Phi 3, 3.5 and 4, mini to medium: q, k and v are one tensor, and gate and up are; LongRoPE.
-https://arxiv.org/abs/2404.14219"""
+
+https://arxiv.org/abs/2404.14219
+"""
 
 import onnx_ir as ir
 
@@ -27,6 +29,7 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, epsilon=1e-5), Head.read(config)
     heads, mlp = Heads.read(config), GatedMlp.read(config)
     original = config.read_size("original_max_position_embeddings", default=4096)

@@ -1,5 +1,7 @@
 """Qwen2 and Qwen2.5: biases on q, k and v; sliding windows in the upper layers of some.
-https://arxiv.org/abs/2407.10671"""
+
+https://arxiv.org/abs/2407.10671
+"""
 
 import onnx_ir as ir
 
@@ -23,6 +25,7 @@ HARMLESS = {"use_mrope": Harmless("Positions are numbers, not times, rows and co
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     heads, mlp = Heads.read(config), GatedMlp.read(config)
     rope, max_positions = read_rope(config, heads.dim), config.read_size("max_position_embeddings")

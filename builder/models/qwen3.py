@@ -1,5 +1,7 @@
 """Qwen3, dense: norms on each head of q and k, and no biases unless the config says so.
-https://arxiv.org/abs/2505.09388"""
+
+https://arxiv.org/abs/2505.09388
+"""
 
 import onnx_ir as ir
 
@@ -20,6 +22,7 @@ from enginewright.builder.weights import Weights
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     heads, mlp = Heads.read(config, default_dim=128), GatedMlp.read(config)
     bias = config.read(bool, "attention_bias", default=False)

@@ -1,4 +1,4 @@
-"""Qwen3.5, text, with experts beside one that all tokens share, in all layers. https://arxiv.org/abs/2412.06464"""
+"""Qwen3.5, text, with experts, one of them shared by all tokens, in all layers. https://arxiv.org/abs/2412.06464"""
 
 import onnx_ir as ir
 
@@ -12,11 +12,13 @@ HARMLESS = qwen3_next.HARMLESS
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     parts, _ = _read(config)
     return hybrid.build_hybrid(weights, parts)
 
 
 def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
+    """Builds the graph of the multi-token prediction layer; None if the checkpoint has none."""
     return hybrid.build_hybrid_mtp(config, weights, *_read(config))
 
 

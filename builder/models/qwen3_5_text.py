@@ -15,11 +15,13 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     parts, _ = _read(config)
     return hybrid.build_hybrid(weights, parts)
 
 
 def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
+    """Builds the graph of the multi-token prediction layer; None if the checkpoint has none."""
     return hybrid.build_hybrid_mtp(config, weights, *_read(config))
 
 

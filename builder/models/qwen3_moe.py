@@ -21,13 +21,14 @@ from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
     "max_window_layers": Harmless("With use_sliding_window all layers have the window."),
 }
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config)
     heads, mlp = Heads.read(config, default_dim=128), GatedMlp.read(config)
     bias = config.read(bool, "attention_bias", default=False)

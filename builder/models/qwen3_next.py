@@ -1,5 +1,7 @@
-"""Qwen3-Next: gated delta nets, attention in every fourth layer, and experts beside one that all tokens share.
-https://arxiv.org/abs/2412.06464"""
+"""Qwen3-Next: gated delta nets, attention in every fourth layer, and experts, one of them shared by all tokens.
+
+https://arxiv.org/abs/2412.06464
+"""
 
 import onnx_ir as ir
 
@@ -11,17 +13,19 @@ from enginewright.builder.weights import Weights
 
 HARMLESS = {
     **hybrid.HARMLESS,
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
 }
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     parts, _ = _read(config)
     return hybrid.build_hybrid(weights, parts)
 
 
 def build_mtp(config: ConfigReader, weights: Weights) -> ir.Model | None:
+    """Builds the graph of the multi-token prediction layer; None if the checkpoint has none."""
     return hybrid.build_hybrid_mtp(config, weights, *_read(config))
 
 

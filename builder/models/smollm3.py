@@ -27,6 +27,7 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config), Head.read(config, tied=True)
     bias = config.read(bool, "attention_bias", default=False)
     attention = Attention(Heads.read(config), bias=bias, output_bias=bias)
@@ -42,7 +43,7 @@ def build(config: ConfigReader, weights: Weights) -> ir.Model:
 
 
 def _windows(config: ConfigReader, rotates: list[bool]) -> list[int]:
-    """Where `layer_types` does not say it, layers without a rope have the window, if `use_sliding_window` is true.
+    """Reads windows; without `layer_types`, layers without a rope have one if `use_sliding_window` is true.
 
     `layer_types` counts without `use_sliding_window`, too: transformers masks attention by it alone.
     """
@@ -51,7 +52,7 @@ def _windows(config: ConfigReader, rotates: list[bool]) -> list[int]:
 
 
 def _rotates(config: ConfigReader) -> list[bool]:
-    """Which layers have a rope: `no_rope_layers` has 1 for those, whatever its name says."""
+    """Reads which layers have a rope: those with 1 in `no_rope_layers`, despite its name."""
     count, every = read_layer_count(config), config.read_size("no_rope_layer_interval", default=4)
     listed = config.read_list(int, "no_rope_layers")
     if listed is None:

@@ -2,7 +2,7 @@
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks import Attention, Embedding, Head, Heads, Layer, LayerNorm, Mlp, write_decoder
 from enginewright.builder.models.blocks.layers import read_layer_count, read_window
@@ -23,9 +23,10 @@ HARMLESS = {
 
 
 def build(config: ConfigReader, weights: Weights) -> ir.Model:
+    """Builds the dense graph of a model of this family."""
     embedding, norm = Embedding.read(config), LayerNorm.read(config, "norm_epsilon")
     head, bias = Head.read(config, tied=True), config.read(bool, "use_bias", default=True)
-    width = config.read_size("intermediate_size", most=MOST_COLUMNS)
+    width = config.read_size("intermediate_size", maximum=MAX_COLUMNS)
     mlp = Mlp.read(config, width, bias, key="hidden_act", activation="gelu_pytorch_tanh")
     attention = Attention(Heads.read(config), bias=bias, output_bias=bias, window=read_window(config))
     layer = Layer(attention, mlp, norm, rope=read_rope(config, attention.heads.dim))

@@ -1,1 +1,1 @@
-"""Checkpoints in GGUF files: header, keys, tensor names, tokenizer, and what differs by family."""
+"""Checkpoints in GGUF files: header, keys, tensor names, tokenizer, and differences between families."""

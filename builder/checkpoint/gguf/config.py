@@ -1,6 +1,6 @@
-"""config.json from the metadata of a GGUF file.
+"""Makes config.json from the metadata of a GGUF file.
 
-Source: the keys that llama.cpp's convert_hf_to_gguf.py writes, and what its loaders take where one is absent.
+Source: the keys that llama.cpp's convert_hf_to_gguf.py writes, and the defaults of its loaders.
 """
 
 import math
@@ -23,20 +23,22 @@ from enginewright.builder.checkpoint.gguf.keys import Keys, layer_types, rope_sc
 from enginewright.builder.checkpoint.gguf.names import Architecture
 from enginewright.errors import EngineError, UnsupportedModelError
 
-LLAMA3_CONTEXT_TOKENS = 8192
-LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0  # factors on frequencies: the same in every llama3 scaling that was published
-LLAMA3_RELATIVE_ERROR = 1e-5  # between float32 factors computed in another order
+LLAMA3_CONTEXT_TOKENS = 8192  # original context of Llama 3, in tokens
+LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0  # factors on frequencies, the same in every published llama3 scaling
+LLAMA3_RELATIVE_ERROR = 1e-5  # tolerance between float32 factors that are computed in another order
 
 
 def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: torch.Tensor | None) -> dict[str, Any]:
-    """config.json, with the keys of transformers.
+    """Makes config.json, with the keys of transformers.
 
     Args:
-        rope_factors: what each rope frequency is divided by ([head_dim / 2]), where the file has it.
+        header: header of the file.
+        architecture: the file's architecture.
+        rope_factors: divisors of rope frequencies ([head_dim / 2]), if the file has them.
 
     Raises:
-        UnsupportedModelError: the metadata asks for something that is not implemented here.
-        EngineError: a needed key is missing or makes no sense.
+        UnsupportedModelError: the metadata needs something that is not implemented here.
+        EngineError: a required key is missing or makes no sense.
     """
     keys, model_type = Keys(header), architecture.model_type
     family = FAMILIES.get(model_type, LIKE_LLAMA)
@@ -48,12 +50,12 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
         raise EngineError("tensor token_embd.weight is missing")
     layers = keys.size("block_count")
     if layers > len(names):
-        raise EngineError(f"the GGUF file is said to have {layers} layers", f"in {len(names)} tensors")
-    if architecture.guesses:
-        guesses = keys.find(int, "nextn_predict_layers") or 0
-        if not 0 <= guesses < layers:
-            raise EngineError(f"{guesses} of the GGUF file's {layers} layers are said to guess further tokens")
-        layers -= guesses
+        raise EngineError(f"the GGUF file declares {layers} layers", f"in {len(names)} tensors")
+    if architecture.mtp_prefix:
+        mtp_layers = keys.find(int, "nextn_predict_layers") or 0
+        if not 0 <= mtp_layers < layers:
+            raise EngineError(f"the GGUF file declares {mtp_layers} of its {layers} layers as multi-token prediction")
+        layers -= mtp_layers
     config: dict[str, Any] = {
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
@@ -76,9 +78,9 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
         config |= {"hidden_act": "silu", "rope_theta": keys.positive("rope.freq_base", 10_000.0)}
     if rope_factors is not None:
         if model_type not in ("llama", "gemma4_text"):
-            raise UnsupportedModelError("rope factors are implemented for architectures llama and gemma4 alone")
+            raise UnsupportedModelError("rope factors are implemented for architectures llama and gemma4 only")
         if scaling is not None:
-            raise UnsupportedModelError("rope factors beside a rope scaling are not implemented")
+            raise UnsupportedModelError("rope factors together with a rope scaling are not implemented")
         if model_type == "llama":
             scaling = _llama3_scaling(rope_factors, config["rope_theta"], head_dim)
     config["rope_scaling"] = scaling
@@ -103,7 +105,7 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
             config |= gemma4(source)
         case "granite":
             config |= granite_factors(source)
-            # Of Granite 4 without states: what its converter writes of them, and of the MLP once more.
+            # For Granite 4 without states, the converter writes keys of states, and repeats the MLP's.
             keys.idle(*(f"ssm.{key}" for key in ("conv_kernel", "group_count", "inner_size", "state_size")))
             keys.idle("ssm.time_step_rank", "expert_shared_feed_forward_length")
         case "qwen3_moe":
@@ -112,7 +114,7 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
                 "num_experts": keys.size("expert_count"),
                 "num_experts_per_tok": keys.size("expert_used_count"),
                 "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-                "norm_topk_prob": True,  # llama.cpp normalizes whatever the model says
+                "norm_topk_prob": True,  # llama.cpp always normalizes
             }
         case "mixtral":
             config |= {
@@ -123,10 +125,10 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
             window = keys.size("attention.sliding_window")
             config |= {"sliding_window": window, "layer_types": layer_types(keys, config["num_hidden_layers"], 4)}
         case "phi3":
-            # The file has 0 where no layer has a window.
+            # The file has 0 if no layer has a window.
             config["sliding_window"] = keys.find(int, "attention.sliding_window") or None
         case "starcoder2":
-            config["hidden_act"] = "gelu_pytorch_tanh"  # the file does not have its windows, nor has llama.cpp
+            config["hidden_act"] = "gelu_pytorch_tanh"  # neither the file nor llama.cpp has its windows
         case "glm4" | "glm4_moe" | "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text":
             config["partial_rotary_factor"] = part
         case "cohere2":
@@ -142,7 +144,7 @@ def synthesize(header: GgufHeader, architecture: Architecture, rope_factors: tor
 
 
 def _head_dim(keys: Keys, architecture: Architecture, family: Family, default: int) -> tuple[int, float]:
-    """The width of a head, and the part of it that rope rotates."""
+    """Returns the width of a head, and the share of it that rope rotates."""
     rotated = keys.find(int, "rope.dimension_count")
     if "head_dim" in family.absent:
         return default, 1.0
@@ -154,10 +156,9 @@ def _head_dim(keys: Keys, architecture: Architecture, family: Family, default: i
 
 
 def _llama3_scaling(factors: torch.Tensor, base: float, head_dim: int) -> dict[str, Any] | None:
-    """The rope_scaling that gives these factors; None where they change nothing.
+    """Finds the rope_scaling with these factors; None if they change nothing.
 
-    The file has the factors alone. That a scaling gives all of them, and to float32's precision, is the proof
-    that it is the right one.
+    The file has the factors alone. A scaling that reproduces all of them, to float32's precision, is the right one.
     """
     if tuple(factors.shape) != (head_dim // 2,):
         raise EngineError(f"the rope factors have shape {tuple(factors.shape)}", f"{head_dim // 2} are needed")
@@ -180,10 +181,22 @@ def _llama3_scaling(factors: torch.Tensor, base: float, head_dim: int) -> dict[s
 
 
 def llama3_factors(base: float, head_dim: int, factor: float, context_tokens: int) -> Sequence[float]:
-    """What Llama 3.1 divides each rope frequency by: long waves by `factor`, short ones by 1, between them a mix."""
+    """Computes Llama 3.1's divisors of rope frequencies: `factor` for long waves, 1 for short ones, mixed in between.
+
+    Args:
+        base: base of the frequencies.
+        head_dim: columns of a head.
+        factor: divisor of long waves.
+        context_tokens: original context.
+    """
     factors = []
     for pair in range(head_dim // 2):
-        turns = context_tokens / (2 * math.pi * base ** (2 * pair / head_dim))  # within the original context
-        mix = (turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
-        factors.append(1.0 if turns > LLAMA3_HIGH else factor if turns < LLAMA3_LOW else 1 / ((1 - mix) / factor + mix))
+        rotations = context_tokens / (2 * math.pi * base ** (2 * pair / head_dim))  # within the original context
+        mix = (rotations - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
+        if rotations > LLAMA3_HIGH:
+            factors.append(1.0)
+        elif rotations < LLAMA3_LOW:
+            factors.append(factor)
+        else:
+            factors.append(1 / ((1 - mix) / factor + mix))
     return factors

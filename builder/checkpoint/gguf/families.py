@@ -1,7 +1,7 @@
-"""What families whose GGUF files have keys of their own add to config.json, or have instead of what others have.
+"""Reads the keys of families whose GGUF files have some of their own, or lack common ones.
 
-Source: set_gguf_parameters of the families in llama.cpp's conversion/*.py, and what its src/models/*.cpp compute where
-no key says it.
+Source: set_gguf_parameters of the families in llama.cpp's conversion/*.py, and the computation in its src/models/*.cpp
+where no key has the value.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +16,7 @@ from enginewright.errors import EngineError, UnsupportedModelError
 
 
 class Gating(IntEnum):
-    """What scores of experts are: `expert_gating_func`."""
+    """Function of experts' scores: `expert_gating_func`."""
 
     SOFTMAX = 1
     SIGMOID = 2
@@ -25,31 +25,36 @@ class Gating(IntEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a family's keys come from."""
+    """The inputs of a family's reader."""
 
-    keys: Keys
-    config: Mapping[str, Any]  # what all families have; values of the family's own replace those of the same name
-    tensors: Collection[str]  # names of the file's
-    rope_factors: torch.Tensor | None = None  # what each rope frequency is divided by ([head_dim / 2])
+    keys: Keys  # metadata of the file
+    config: Mapping[str, Any]  # values that all families have; the family's own values replace those of the same name
+    tensors: Collection[str]  # names of the file's tensors
+    rope_factors: torch.Tensor | None = None  # divisors of rope frequencies ([head_dim / 2])
 
     def any_ends(self, end: str) -> bool:
+        """Checks if a tensor's name has this end."""
         return any(name.endswith(f".{end}") for name in self.tensors)
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return int(self.config["num_hidden_layers"])
 
 
 def one_of(keys: Keys, key: str, layers: int, default: int | None = None, without: bool = False) -> int:
-    """The number that the layers have.
+    """Reads a number that all layers share.
 
     Args:
-        default: where the file does not say it.
-        without: some layers may have none, which is 0.
+        keys: metadata of the file.
+        key: the key.
+        layers: number of layers.
+        default: value if the file does not have the key.
+        without: True if some layers may have none, which is 0.
 
     Raises:
-        UnsupportedModelError: two layers have different ones.
-        EngineError: none has one.
+        UnsupportedModelError: two layers have different numbers.
+        EngineError: no layer has one.
     """
     numbers = set(keys.each(key, layers, default))
     found = sorted(numbers - {0}) if without else sorted(numbers)
@@ -67,7 +72,7 @@ def _gpt_oss(source: Source) -> dict[str, Any]:
     keys.idle("expert_feed_forward_length")  # repeats feed_forward_length
     rope = source.config["rope_scaling"]
     return {
-        # transformers rounds the borders of YaRN's ramp unless it is told not to, and this family is.
+        # transformers rounds the borders of YaRN's ramp by default, and this family disables that.
         "rope_scaling": rope and {**rope, "truncate": False},
         "attention_bias": True,
         "sliding_window": keys.size("attention.sliding_window"),
@@ -77,16 +82,16 @@ def _gpt_oss(source: Source) -> dict[str, Any]:
 
 
 def _state_heads(keys: Keys) -> tuple[int, int]:
-    """How many heads carry states, and the width of one."""
+    """Reads the number of heads that carry states, and the width of one."""
     heads, width = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
     if width % heads:
-        raise EngineError(f"metadata ssm.inner_size is {width}", f"no multiple of ssm.time_step_rank, {heads}")
+        raise EngineError(f"metadata ssm.inner_size is {width}", f"not a multiple of ssm.time_step_rank, {heads}")
     return heads, width // heads
 
 
 def _delta_net(source: Source) -> dict[str, Any]:
     keys, layers = source.keys, source.layers
-    keys.idle("rope.dimension_sections")  # of positions in pictures; in texts all three are the same
+    keys.idle("rope.dimension_sections")  # sections are for positions in pictures; in texts all three are equal
     interval, (heads, dim) = keys.size("full_attention_interval", 4), _state_heads(keys)
     return {
         "layer_types": ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)],
@@ -100,18 +105,18 @@ def _delta_net(source: Source) -> dict[str, Any]:
 
 def _delta_net_experts(source: Source) -> dict[str, Any]:
     keys = source.keys
-    keys.idle("feed_forward_length")  # of layers without experts, and there are none
+    keys.idle("feed_forward_length")  # belongs to layers without experts, and there are none
     return _delta_net(source) | {
         "num_experts": keys.size("expert_count"),
         "num_experts_per_tok": keys.size("expert_used_count"),
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
         "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
-        "norm_topk_prob": True,  # llama.cpp normalizes whatever the model says
+        "norm_topk_prob": True,  # llama.cpp always normalizes
     }
 
 
 def _grouped_experts(keys: Keys, scores: Gating = Gating.SIGMOID) -> dict[str, Any]:
-    """DeepSeek V3's. Older files say nothing of groups, and llama.cpp chooses from all experts then."""
+    """Reads DeepSeek V3's keys. Older files have no groups; llama.cpp then chooses from all experts."""
     keys.refuse("expert_gating_func", scores)
     return {
         "n_routed_experts": keys.size("expert_count"),
@@ -128,7 +133,7 @@ def _grouped_experts(keys: Keys, scores: Gating = Gating.SIGMOID) -> dict[str, A
 def _latent_attention(source: Source) -> dict[str, Any]:
     keys = source.keys
     rope_dim, heads = keys.size("rope.dimension_count"), source.config["num_attention_heads"]
-    # Older converters wrote the width of a head as it is computed in training, and have kv_b whole.
+    # Older converters wrote the width of a head in training, and kv_b in one tensor.
     absorbed = keys.has("attention.key_length_mla")
     key_dim = keys.size("attention.key_length_mla" if absorbed else "attention.key_length")
     value_dim = keys.size("attention.value_length_mla" if absorbed else "attention.value_length")
@@ -150,7 +155,7 @@ def _latent_attention(source: Source) -> dict[str, Any]:
 
 
 def _deepseek(source: Source) -> dict[str, Any]:
-    # DeepSeek V2's have no corrected scores, and in older files no gating function.
+    # DeepSeek V2's files have no corrected scores, and older ones no gating function.
     if not any(".exp_probs_b" in name for name in source.tensors):
         raise UnsupportedModelError(
             "tensor blk.0.exp_probs_b.bias is missing in all layers: DeepSeek V2's experts are not implemented"
@@ -159,7 +164,7 @@ def _deepseek(source: Source) -> dict[str, Any]:
 
 
 def _kimi_linear(source: Source) -> dict[str, Any]:
-    """In the published config's form, whose layers count from 1. Those without kv heads carry a state."""
+    """Makes the published config's form, which counts layers from 1. Layers without kv heads carry a state."""
     keys, latent = source.keys, _latent_attention(source)
     kv_heads = keys.each("attention.head_count_kv", source.layers)
     keys.refuse("expert_gating_func", Gating.SIGMOID)
@@ -175,7 +180,7 @@ def _kimi_linear(source: Source) -> dict[str, Any]:
         "num_experts_per_token": keys.size("expert_used_count"),
         "num_shared_experts": keys.size("expert_shared_count"),
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-        "moe_renormalize": True,  # llama.cpp normalizes whatever the model says
+        "moe_renormalize": True,  # llama.cpp always normalizes
         "num_expert_group": keys.size("expert_group_count", 1),
         "topk_group": keys.size("expert_group_used_count", 1),
         "routed_scaling_factor": keys.positive("expert_weights_scale", 1.0),
@@ -186,13 +191,13 @@ def _mistral4(source: Source) -> dict[str, Any]:
     keys, own = source.keys, _latent_attention(source)
     rope = own["rope_scaling"]
     if rope is None:
-        raise EngineError("metadata rope.scaling.type is missing", fix="Convert the model anew.")
+        raise EngineError("metadata rope.scaling.type is missing", fix="Convert the model again.")
     own |= _grouped_experts(keys, Gating.SOFTMAX)
     original, beta = rope["original_max_position_embeddings"], keys.find(float, "attention.temperature_scale")
     keys.refuse("attention.temperature_length", original)
     if beta:
         return own | {"rope_scaling": {**rope, "llama_4_scaling_beta": beta}}
-    # Queries grow from that position on, and not every converter writes how much.
+    # Queries grow from that position on, and not every converter writes the factor.
     return own | {"max_position_embeddings": min(original, source.config["max_position_embeddings"])}
 
 
@@ -211,7 +216,7 @@ def _mistral(source: Source) -> dict[str, Any]:
 def _ministral3(source: Source) -> dict[str, Any]:
     keys, rope = source.keys, source.config["rope_scaling"]
     if rope is None:
-        raise EngineError("metadata mistral3.rope.scaling.type is missing", fix="Convert the model anew.")
+        raise EngineError("metadata mistral3.rope.scaling.type is missing", fix="Convert the model again.")
     factor = keys.positive("rope.scaling.yarn_log_multiplier", 1.0)
     beta = keys.positive("attention.temperature_scale")
     rope = {**rope, "mscale": factor, "mscale_all_dim": factor, "llama_4_scaling_beta": beta}
@@ -238,7 +243,7 @@ def _lfm2_moe(source: Source) -> dict[str, Any]:
     keys.refuse("expert_gating_func", Gating.SIGMOID)
     return _short_conv(source) | {
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # llama.cpp normalizes whatever the model says
+        "norm_topk_prob": True,  # llama.cpp always normalizes
         "num_dense_layers": keys.find(int, "leading_dense_block_count") or 0,
         "num_experts": keys.size("expert_count"),
         "num_experts_per_tok": keys.size("expert_used_count"),
@@ -291,6 +296,7 @@ def _nemotron_h(source: Source) -> dict[str, Any]:
 
 
 def granite_factors(source: Source) -> dict[str, Any]:
+    """Reads Granite's factors."""
     keys, head_dim = source.keys, source.config["head_dim"]
     return {
         "attention_multiplier": keys.positive("attention.scale", head_dim**-0.5),
@@ -320,7 +326,9 @@ def _granite_hybrid(source: Source) -> dict[str, Any]:
     kv_heads, hidden = keys.each("attention.head_count_kv", source.layers), source.config["hidden_size"]
     width = mamba["mamba_d_head"] * mamba["mamba_n_heads"]
     if width % hidden:
-        raise UnsupportedModelError(f"metadata granitehybrid.ssm.inner_size is {width}, no multiple of {hidden}")
+        raise UnsupportedModelError(
+            f"metadata granitehybrid.ssm.inner_size is {width}, which is not a multiple of {hidden}"
+        )
     has_experts = keys.has("expert_count")
     own = _granite_moe_shared(source) if has_experts else granite_factors(source)
     rotates = keys.get(bool, "rope.scaling.finetuned", False)
@@ -342,7 +350,7 @@ def _granite_hybrid(source: Source) -> dict[str, Any]:
 
 
 def _falcon_h1(source: Source) -> dict[str, Any]:
-    """Without the factors on what is projected, which the converter has multiplied into the weights."""
+    """Reads Falcon H1's keys, without factors on projections, which the converter multiplied into the weights."""
     if source.config["tie_word_embeddings"]:
         raise UnsupportedModelError(
             "tensor output.weight is missing: the factors of embeddings and logits are in the same weights",
@@ -370,7 +378,7 @@ def _minimax_m2(source: Source) -> dict[str, Any]:
 
 def _ernie4_5_moe(source: Source) -> dict[str, Any]:
     keys = source.keys
-    # The converter divides the width of dense layers by the number of kv heads, which is no width of anything.
+    # The converter writes the width of dense layers divided by the number of kv heads, which has no meaning.
     keys.idle("expert_shared_feed_forward_length")
     return {
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
@@ -397,13 +405,14 @@ def _gpt2(source: Source) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's files have beside what all have."""
+    """The differences of a family's files from the common keys."""
 
-    read: Callable[[Source], dict[str, Any]] = lambda _: {}
-    absent: tuple[str, ...] = ()  # keys of config.json that others have, and this family reads itself, or has not
-    dropped: tuple[str, ...] = ()  # the same, of keys that do no harm before
-    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")  # the file's key, and config.json's
-    partial_rope: bool = False  # a part of each head is rotated
+    read: Callable[[Source], dict[str, Any]] = lambda _: {}  # reads the family's own keys
+    absent: tuple[str, ...] = ()  # common keys of config.json that the family lacks, or reads itself
+    dropped: tuple[str, ...] = ()  # keys that the family lacks, and that are removed at the end
+    # key of the file, and of config.json
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    partial_rope: bool = False  # True if a part of each head is rotated
 
 
 LIKE_LLAMA = Family()

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: what llama.cpp's converter did to the model is undone."""
+"""A GGUF file as a checkpoint, which reverses the changes of llama.cpp's converter."""
 
 import re
 from collections.abc import Mapping
@@ -19,24 +19,25 @@ from enginewright.builder.checkpoint.gguf.tokenizer import Vocabulary, build_tok
 from enginewright.errors import EngineError, UnsupportedModelError
 from enginewright.regular_file import open_regular
 
-PIECE_ELEMENTS = 1 << 22  # dequantized at a time; the arithmetic in between takes several times their memory
+PIECE_ELEMENTS = 1 << 22  # elements that are dequantized at a time; the arithmetic needs several times their memory
 QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4|F16|F32|BF16)$", re.IGNORECASE)
 
 
 class GgufCheckpoint:
-    """Reads the header when made; tensors one at a time, dequantized to float32.
-
-    Args:
-        path: the file.
-        name: as in `Checkpoint.name`; the file's own without its quantization unless said.
-        folder_root: as in `SourceFolder`, for a file that was found in a checkpoint's folder.
-
-    Raises:
-        UnsupportedModelError: an architecture, a tensor type or a feature that is not implemented, by name.
-        EngineError: the file is damaged.
-    """
+    """A checkpoint in a GGUF file: the header is read when it is created, tensors one at a time, as float32."""
 
     def __init__(self, path: Path, name: str | None = None, folder_root: Path | None = None) -> None:
+        """Reads the header.
+
+        Args:
+            path: the file.
+            name: as in `Checkpoint.name`; None is the file's name without its quantization.
+            folder_root: as in `SourceFolder`, for a file in a checkpoint's folder.
+
+        Raises:
+            UnsupportedModelError: an architecture, a tensor type or a feature is not implemented; the message names it.
+            EngineError: the file is damaged.
+        """
         self._path = SourceFolder(path.parent, folder_root).file(path.name) if folder_root else path
         self._file_name = path.name
         self.name, self.origin = name or QUANT_SUFFIX.sub("", path.stem), hub_origin(path.parent)
@@ -51,7 +52,7 @@ class GgufCheckpoint:
         self._sources = map_tensors(header, architecture, config)
         for tensor in {part.type: part for source in self._sources.values() for part in source.parts}.values():
             _check_type(tensor)
-        self.pooling = None  # whatever the file says: llama.cpp's embedding models are not read
+        self.pooling = None  # llama.cpp's embedding models are not supported
         self.generation_config: Mapping[str, Any] = generation_config(self._vocabulary)
         self.config: Mapping[str, Any] = config
         self.tensors: Mapping[str, TensorInfo] = {
@@ -60,13 +61,16 @@ class GgufCheckpoint:
 
     @cached_property
     def tokenizer(self) -> TokenizerFiles:
+        """The tokenizer."""
         return build_tokenizer(self._vocabulary)
 
     def read(self, name: str) -> torch.Tensor:
+        """Reads one tensor."""
         source = self._sources[name]
         return source.restore(*(self._dequantized(part) for part in source.parts))
 
     def source_hashes(self) -> Mapping[str, str]:
+        """Returns the file's name → SHA-256."""
         return self._source_hashes
 
     @cached_property
@@ -74,7 +78,7 @@ class GgufCheckpoint:
         return {self._file_name: sha256(self._path)}
 
     def _dequantized(self, tensor: GgufTensor) -> torch.Tensor:
-        """By `pread`, not a mapping: a file that became shorter is an error then, and not a signal."""
+        """Reads with `pread`, not a mapping: a file that became shorter is then an error, and not a signal."""
         values = torch.empty(tensor.shape, dtype=torch.float32)
         rows = values.view(-1, tensor.shape[-1]).numpy()
         row_bytes = tensor.nbytes // len(rows)
@@ -94,8 +98,10 @@ class GgufCheckpoint:
 
 
 def _check_type(tensor: GgufTensor) -> None:
-    """Raises:
-    UnsupportedModelError: the `gguf` package cannot dequantize the tensor's type.
+    """Checks that the `gguf` package can dequantize a tensor.
+
+    Raises:
+        UnsupportedModelError: it cannot.
     """
     _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     try:

@@ -1,7 +1,7 @@
-"""What Gemma's GGUF files add to config.json.
+"""Reads the keys of Gemma's GGUF files.
 
-Source: Gemma2Model, Gemma3Model and Gemma4Model of llama.cpp's conversion/gemma.py, and what its src/models/gemma*.cpp
-compute where no key says it.
+Source: Gemma2Model, Gemma3Model and Gemma4Model of llama.cpp's conversion/gemma.py, and the computation in its
+src/models/gemma*.cpp where no key has the value.
 """
 
 import math
@@ -18,10 +18,11 @@ GEMMA2_27B_LAYERS = 46
 GEMMA3_PATTERN = 6  # every sixth layer is global
 GEMMA3_LOCAL_BASE = 10_000.0
 GEMMA3_27B_LAYERS = 62
-STANDING_STILL = 1e30  # the factor of a rope frequency that stands still
+UNROTATED = 1e30  # divisor of the rope frequency of pairs that are not rotated
 
 
 def gemma2(source: Source) -> dict[str, Any]:
+    """Reads Gemma 2's keys."""
     keys = source.keys
     window = keys.size("attention.sliding_window", 4096)
     return _gemma(source, GEMMA2_27B_LAYERS) | {
@@ -32,6 +33,7 @@ def gemma2(source: Source) -> dict[str, Any]:
 
 
 def gemma3(source: Source) -> dict[str, Any]:
+    """Reads Gemma 3's keys."""
     keys = source.keys
     window = keys.find(int, "attention.sliding_window") or 0
     types = layer_types(keys, source.layers, GEMMA3_PATTERN)
@@ -50,7 +52,7 @@ def _gemma(source: Source, layers_of_27b: int) -> dict[str, Any]:
         "attention_bias": False,
         "final_logit_softcapping": keys.find(float, "final_logit_softcapping"),
         "attn_logit_softcapping": keys.find(float, "attn_logit_softcapping"),
-        # Not in the file. The 27B model scales by its hidden size over its heads, every other by head_dim.
+        # The file does not have it. The 27B model scales by its hidden size over its heads, every other by head_dim.
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
         if source.layers == layers_of_27b
         else config["head_dim"],
@@ -58,7 +60,7 @@ def _gemma(source: Source, layers_of_27b: int) -> dict[str, Any]:
 
 
 def gemma4(source: Source) -> dict[str, Any]:
-    """The sizes of heads that others have, `attention.key_length`, are those of layers without a window here."""
+    """Reads Gemma 4's keys; the common `attention.key_length` is that of layers without a window."""
     keys, config = source.keys, source.config
     local_dim, global_dim = keys.size("attention.key_length_swa"), config["head_dim"]
     keys.refuse("attention.value_length_swa", local_dim)
@@ -103,7 +105,7 @@ def gemma4(source: Source) -> dict[str, Any]:
 
 
 def _mlp_widths(keys: Keys, layers: int, shared: int) -> tuple[int, bool]:
-    """The width of the lower layers' MLPs, and whether those of the upper `shared` layers are twice as wide."""
+    """Returns the width of the lower layers' MLPs, and if those of the upper `shared` layers have twice that."""
     widths = keys.each("feed_forward_length", layers)
     first = widths[0]
     for times in (1, 2):
@@ -115,7 +117,7 @@ def _mlp_widths(keys: Keys, layers: int, shared: int) -> tuple[int, bool]:
 
 
 def _kv_heads(keys: Keys, types: Sequence[str]) -> dict[str, int]:
-    """By the kind of layer."""
+    """Returns kind of layer → number of kv heads."""
     counts = keys.each("attention.head_count_kv", len(types))
     found: dict[str, int] = {}
     for kind, count in zip(types, counts, strict=True):
@@ -127,7 +129,7 @@ def _kv_heads(keys: Keys, types: Sequence[str]) -> dict[str, int]:
 
 
 def _keys_are_values(source: Source, types: Sequence[str]) -> bool:
-    """Whether layers without a window have no values of their own. types: of the layers that have keys of their own."""
+    """Checks if layers without a window use keys as values. types: kinds of the layers with keys of their own."""
     everywhere = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
     without = [layer for layer in everywhere if f"blk.{layer}.attn_v.weight" not in source.tensors]
     if without and without != everywhere:
@@ -136,17 +138,17 @@ def _keys_are_values(source: Source, types: Sequence[str]) -> bool:
 
 
 def _rotated_part(factors: torch.Tensor | None, dim: int) -> float:
-    """Of the columns of a head, where the pairs that come first are rotated and the others stand still."""
+    """Returns the share of a head's columns that rotates, where the first pairs do and the others do not."""
     if factors is None:
-        raise EngineError("tensor rope_freqs.weight is missing", fix="Convert the model anew.")
+        raise EngineError("tensor rope_freqs.weight is missing", fix="Convert the model again.")
     pairs = int((factors == 1).sum())
-    expected = torch.tensor([1.0] * pairs + [STANDING_STILL] * (dim // 2 - pairs))
+    expected = torch.tensor([1.0] * pairs + [UNROTATED] * (dim // 2 - pairs))
     if not pairs or not torch.equal(factors, expected):
         raise UnsupportedModelError(
             "the rope factors are not those of a proportional rope",
-            f"{dim // 2} are needed, 1 for each pair of columns that is rotated and 1e30 for those behind them",
+            f"{dim // 2} are needed, 1 for each pair of columns that is rotated, then 1e30 for the others",
             "Build from the model's safetensors checkpoint instead.",
         )
     part = 2 * pairs / dim
-    # Who reads it rounds pairs down: a quotient that is too small by its last bit would lose one.
+    # Readers round pairs down: a quotient that is too small by its last bit would lose one.
     return part if int(part * dim // 2) == pairs else math.nextafter(part, math.inf)

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata and where each tensor lies.
+"""Reads the header of a GGUF file: metadata, and the position of each tensor.
 
 Source: the GGUF specification, ggml/docs/gguf.md (versions 2 and 3, little-endian). The `gguf` package has a
-reader too, but it trusts every count in the file: an array said to have 2**60 entries makes it collect empty
-slices behind the file's end until memory is gone. Here no count is believed beyond what the file can hold.
+reader too, but it trusts every count in the file: an array that declares 2**60 entries makes it collect empty slices
+after the file's end until memory is exhausted. Here no count is trusted beyond what the file can hold.
 """
 
 import os
@@ -25,8 +25,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 HEADER_LIMIT_BYTES = 128 << 20
-COUNT_LIMIT = 1 << 16  # tensors, and metadata values
-ARRAY_LIMIT = 1 << 22  # entries; the largest vocabularies have 2**18 tokens and twice as many merges
+COUNT_LIMIT = 1 << 16  # limit of tensors, and of metadata values
+ARRAY_LIMIT = 1 << 22  # limit of entries; the largest vocabularies have 2**18 tokens and twice as many merges
 NAME_LIMIT_BYTES = 1024
 MAX_DIMENSIONS = 4
 
@@ -39,30 +39,32 @@ ARRAY = 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies in the file, and its form."""
+    """The position of a tensor in the file, and its form."""
 
-    name: str
-    type: GGMLQuantizationType
+    name: str  # name in the file
+    type: GGMLQuantizationType  # GGML type
     shape: tuple[int, ...]  # outermost dimension first, as in torch
-    offset_bytes: int  # from the file's start
-    nbytes: int
+    offset_bytes: int  # position from the file's start
+    nbytes: int  # bytes in the file
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """All that stands before the tensors."""
+    """The header of a GGUF file."""
 
-    metadata: Mapping[str, Value]  # by key, such as general.architecture
-    tensors: Mapping[str, GgufTensor]  # by GGUF's names
+    metadata: Mapping[str, Value]  # key, such as general.architecture → value
+    tensors: Mapping[str, GgufTensor]  # GGUF's name → tensor
 
 
 class _Malformed(Exception):
-    """What the file does wrong, as a clause."""
+    """A fault of the file; its text is a clause."""
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Raises:
-    EngineError: the file is cut short, or is no GGUF file of a version that is read.
+    """Reads the header.
+
+    Raises:
+        EngineError: the file is cut short, or is not a GGUF file of a supported version.
     """
     try:
         check_pulled(path.name, path)
@@ -70,7 +72,7 @@ def read_header(path: Path) -> GgufHeader:
             return _read(file, os.fstat(file.fileno()).st_size)
     except _Malformed as error:
         raise EngineError(
-            f"{path.name} is not a readable GGUF file", str(error), "Download it again, or convert it anew."
+            f"{path.name} is not a readable GGUF file", str(error), "Download it again, or convert it again."
         ) from error
     except OSError as error:
         raise EngineError(f"{path.name} cannot be read", error.strerror or str(error)) from error
@@ -106,7 +108,7 @@ class _Cursor:
     def string(self, what: str, limit_bytes: int = HEADER_LIMIT_BYTES) -> str:
         length = self.u64(what)
         if length > limit_bytes:
-            raise _Malformed(f"{what} is said to have {length} bytes")
+            raise _Malformed(f"{what} declares {length} bytes")
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError as error:
@@ -123,12 +125,12 @@ def _read(file: BinaryIO, size_bytes: int) -> GgufHeader:
         raise _Malformed("it is big-endian" if swapped in VERSIONS else f"its version is {version}, not 2 or 3")
     tensor_count, value_count = struct.unpack("<QQ", cursor.take(16, "the counts"))
     if max(tensor_count, value_count) > COUNT_LIMIT:
-        raise _Malformed(f"it is said to have {tensor_count} tensors and {value_count} metadata values")
+        raise _Malformed(f"it declares {tensor_count} tensors and {value_count} metadata values")
     metadata: dict[str, Value] = {}
     for _ in range(value_count):
         key = cursor.string("a metadata key", NAME_LIMIT_BYTES)
         if key in metadata:
-            raise _Malformed(f"metadata {_short(key)} is there twice")
+            raise _Malformed(f"metadata {_short(key)} is repeated")
         metadata[key] = _value(cursor, f"metadata {_short(key)}")
     entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -144,14 +146,14 @@ def _value(cursor: _Cursor, what: str) -> Value:
         return cursor.string(what)
     if kind in SCALARS:
         value = np.frombuffer(cursor.take(np.dtype(SCALARS[kind]).itemsize, what), SCALARS[kind])[0]
-        # The shortest decimal that is this float32: 1e-05, and not 9.999999747378752e-06.
+        # The shortest decimal of this float32 is taken: 1e-05, and not 9.999999747378752e-06.
         scalar: int | float | bool = float(str(value)) if isinstance(value, np.float32) else value.item()
         return scalar
     if kind != ARRAY:
         raise _Malformed(f"{what} has unknown type {kind}")
     kind, count = cursor.u32(what), cursor.u64(what)
     if count > ARRAY_LIMIT:
-        raise _Malformed(f"{what} is said to have {count} entries")
+        raise _Malformed(f"{what} declares {count} entries")
     if kind == STRING:
         cursor.need(8 * count, what)
         return [cursor.string(what) for _ in range(count)]
@@ -163,7 +165,7 @@ def _value(cursor: _Cursor, what: str) -> Value:
 
 
 def _tensor_entry(cursor: _Cursor) -> GgufTensor:
-    """One entry of the tensor list; its offset still counts from the start of the data."""
+    """Reads one entry of the tensor list; its offset still counts from the start of the data."""
     name = cursor.string("a tensor's name", NAME_LIMIT_BYTES)
     what = f"tensor {_short(name)}"
     dimensions = cursor.u32(what)
@@ -177,7 +179,7 @@ def _tensor_entry(cursor: _Cursor) -> GgufTensor:
         raise _Malformed(f"{what} has unknown type {number}") from error
     block_columns, block_bytes = GGML_QUANT_SIZES[kind]
     if columns % block_columns:
-        raise _Malformed(f"{what} has rows of {columns}, no multiple of {kind.name}'s {block_columns}")
+        raise _Malformed(f"{what} has rows of {columns}, which is not a multiple of {kind.name}'s {block_columns}")
     elements = columns
     for size in outer:
         elements *= size
@@ -188,14 +190,14 @@ def _tensor_entry(cursor: _Cursor) -> GgufTensor:
 
 
 def _place(entries: list[GgufTensor], start: int, alignment: int, size_bytes: int) -> dict[str, GgufTensor]:
-    """Name -> tensor, with offsets from the file's start, once all lie within the file and apart."""
+    """Checks that tensors are inside the file and do not overlap; returns name → tensor with file offsets."""
     tensors: dict[str, GgufTensor] = {}
     end = start
     for entry in sorted(entries, key=lambda entry: entry.offset_bytes):
         what = f"tensor {_short(entry.name)}"
         offset = start + entry.offset_bytes
         if entry.name in tensors:
-            raise _Malformed(f"{what} is there twice")
+            raise _Malformed(f"{what} is repeated")
         if entry.offset_bytes % alignment or offset < end:
             raise _Malformed(f"{what} is misplaced")
         end = offset + entry.nbytes

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, read by type; and what all architectures write of their rope."""
+"""Reads the metadata of a GGUF file by type, and the rope keys that all architectures share."""
 
 import math
 from typing import Any, TypeVar
@@ -8,13 +8,13 @@ from enginewright.errors import EngineError, UnsupportedModelError
 
 T = TypeVar("T", int, float, bool, str)
 
-# Keys without an effect on what is computed.
+# Keys without an effect on results.
 IDLE_KEYS = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
-NO_EXPERTS = {"expert_count", "expert_used_count"}  # which may be 0 where nobody reads them
+NO_EXPERTS = {"expert_count", "expert_used_count"}  # these may be 0 if nothing reads them
 
 
 class Keys:
-    """The metadata under `<architecture>.`, read by type. What nobody asked for is refused by `finish`."""
+    """The metadata under `<architecture>.`, read by type. `finish` refuses keys that were not read."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._architecture = str(header.metadata["general.architecture"])
@@ -23,6 +23,12 @@ class Keys:
         self._read: set[str] = set()
 
     def find(self, kind: type[T], key: str) -> T | None:
+        """Reads a key; None if it is missing.
+
+        Args:
+            kind: type of the value.
+            key: the key.
+        """
         self._read.add(key)
         value = self._values.get(key)
         if kind is float and type(value) is int:
@@ -34,28 +40,53 @@ class Keys:
         return value
 
     def get(self, kind: type[T], key: str, default: T | None = None) -> T:
+        """Reads a key that must exist, or have a default.
+
+        Args:
+            kind: type of the value.
+            key: the key.
+            default: value if the key is missing.
+        """
         value = self.find(kind, key)
         if value is None:
             value = default
         if value is None:
-            raise EngineError(f"metadata {self._architecture}.{key} is missing", fix="Convert the model anew.")
+            raise EngineError(f"metadata {self._architecture}.{key} is missing", fix="Convert the model again.")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
+        """Reads a whole number above 0.
+
+        Args:
+            key: the key.
+            default: value if the key is missing.
+        """
         value = self.get(int, key, default)
         if not 0 < value < 1 << 31:
             raise EngineError(f"metadata {self._architecture}.{key} is {value}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
+        """Reads a finite number above 0.
+
+        Args:
+            key: the key.
+            default: value if the key is missing.
+        """
         value = self.get(float, key, default)
         if not 0 < value < math.inf:
             raise EngineError(f"metadata {self._architecture}.{key} is {value}")
         return value
 
     def refuse(self, key: str, *harmless: object) -> None:
-        """Raises:
-        UnsupportedModelError: the key is there with another than a harmless value.
+        """Refuses a key, unless it has a harmless value.
+
+        Args:
+            key: the key.
+            harmless: values that change nothing.
+
+        Raises:
+            UnsupportedModelError: the key has another value.
         """
         self._read.add(key)
         value = self._values.get(key)
@@ -63,27 +94,38 @@ class Keys:
             raise UnsupportedModelError(f"metadata {self._architecture}.{key} = {value!r} is not implemented")
 
     def idle(self, *keys: str) -> None:
-        """Keys of this architecture that have no effect on what is computed."""
+        """Accepts keys of this architecture that have no effect on results."""
         self._read.update(keys)
 
     def has(self, key: str) -> bool:
-        """Whether it is there, with another value than 0 or nothing."""
+        """Checks if a key exists, with another value than 0 or an empty one."""
         self._read.add(key)
         return bool(self._values.get(key))
 
     def each(self, key: str, count: int, default: int | None = None) -> list[int]:
-        """A number for each of `count` layers; the file has as many, or one for all."""
+        """Reads a number for each of `count` layers; the file has as many, or one for all.
+
+        Args:
+            key: the key.
+            count: number of layers.
+            default: value if the key is missing.
+        """
         self._read.add(key)
         value = self._values.get(key, default)
         if value is None:
-            raise EngineError(f"metadata {self._architecture}.{key} is missing", fix="Convert the model anew.")
+            raise EngineError(f"metadata {self._architecture}.{key} is missing", fix="Convert the model again.")
         numbers = value[:count] if isinstance(value, list) else [value] * count
         if len(numbers) != count or not all(type(each) is int and 0 <= each < 1 << 31 for each in numbers):
             raise EngineError(f"metadata {self._architecture}.{key} does not fit {count} layers")
         return [int(each) for each in numbers]
 
     def layers(self, key: str, count: int) -> list[bool] | int | None:
-        """A flag for each of `count` layers, or a period."""
+        """Reads a flag for each of `count` layers, or a period; None if the key is missing.
+
+        Args:
+            key: the key.
+            count: number of layers.
+        """
         self._read.add(key)
         value = self._values.get(key)
         if isinstance(value, list) and len(value) >= count:
@@ -93,18 +135,31 @@ class Keys:
         raise EngineError(f"metadata {self._architecture}.{key} does not fit {count} layers")
 
     def finish(self) -> None:
+        """Refuses keys that were not read."""
         for key in sorted(self._values.keys() - self._read - IDLE_KEYS):
             self.refuse(key, *((0,) if key in NO_EXPERTS else ()))
 
 
 def layer_types(keys: Keys, count: int, period: int) -> list[str]:
-    """Of each layer: one of `period` sees everything, where the file does not say which do."""
+    """Returns the kind of each layer.
+
+    Args:
+        keys: metadata of the file.
+        count: number of layers.
+        period: one of this number of layers has no window, if the file does not say which.
+    """
     pattern = keys.layers("attention.sliding_window_pattern", count) or period
     local = [(layer + 1) % pattern != 0 for layer in range(count)] if isinstance(pattern, int) else pattern
     return ["sliding_attention" if flag else "full_attention" for flag in local]
 
 
 def rope_scaling(keys: Keys, context_tokens: int) -> dict[str, Any] | None:
+    """Makes the rope_scaling of config.json; None if there is none.
+
+    Args:
+        keys: metadata of the file.
+        context_tokens: positions of the longest sequence.
+    """
     old_factor = keys.find(float, "rope.scale_linear")
     factor = keys.find(float, "rope.scaling.factor") or old_factor
     kind = keys.get(str, "rope.scaling.type", "linear" if factor not in (None, 0.0, 1.0) else "none")

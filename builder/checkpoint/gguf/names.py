@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file are called in the Hugging Face model, and how its converter changed them.
+"""Maps the tensors of a GGUF file to the Hugging Face model's names, and reverses the converter's changes.
 
 Source: llama.cpp's convert_hf_to_gguf.py, now conversion/*.py. It renames every tensor; for `llama` it also reorders
 the rows of Q and K, so that the two dimensions which rope rotates together lie side by side; for Gemma and Qwen's
@@ -18,7 +18,7 @@ from enginewright.builder.checkpoint.gguf.header import GgufHeader, GgufTensor
 from enginewright.builder.checkpoint.gguf.recipes import Recipe
 from enginewright.errors import EngineError, UnsupportedModelError
 
-# Tensors that are not weights of the Hugging Face model: ROPE_FACTORS is read into the config.
+# Tensors that are not weights of the Hugging Face model: ROPE_FACTORS becomes part of the config.
 ROPE_FACTORS = "rope_freqs.weight"
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -39,12 +39,12 @@ FOUR_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-GATE_IN_UP = {**PROJECTIONS, "ffn_up": "mlp.gate_up_proj"}  # one tensor of both
+GATE_IN_UP = {**PROJECTIONS, "ffn_up": "mlp.gate_up_proj"}  # one tensor for both
 ATTENTION = {stem: name for stem, name in PROJECTIONS.items() if stem.startswith("attn")}
 MLP = {stem: name for stem, name in PROJECTIONS.items() if stem.startswith("ffn")}
-# One tensor of all experts, [experts, rows, columns]; its name has the expert's number where the braces are.
+# One tensor of all experts, [experts, rows, columns]; the braces in its name stand for the expert's number.
 EXPERTS: dict[str, str | tuple[str, ...]] = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -62,7 +62,7 @@ SHARED_EXPERT = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part 
 GATED_EXPERT = SHARED_EXPERT | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 QWEN3_NEXT = {"ssm_ba": "linear_attn.in_proj_ba", "ssm_out": "linear_attn.out_proj"}
 SHARED_EXPERTS = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
-# StarCoder 2 calls the MLP's matrices c_fc and c_proj.
+# StarCoder 2 names the MLP's matrices c_fc and c_proj.
 NO_GATE = ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 FUSED = {
     "attn_qkv": "self_attn.qkv_proj",
@@ -70,7 +70,7 @@ FUSED = {
     "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
-NORM_BEHIND_ATTENTION = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+NORM_AFTER_ATTENTION = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 LATENT_ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_q_a": "self_attn.q_a_proj",
@@ -78,7 +78,7 @@ LATENT_ATTENTION = {
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",  # of older converters
+    "attn_kv_b": "self_attn.kv_b_proj",  # written by older converters
     "attn_output": "self_attn.o_proj",
 }
 KIMI_DELTA = {
@@ -172,18 +172,18 @@ GLM4_NORMS = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one `general.architecture` stands for."""
+    """The model family of one `general.architecture`."""
 
-    model_type: str  # of the Hugging Face config
-    # GGUF stem → Hugging Face stem, within a layer; several stems: of each expert, one behind the other in one tensor.
+    model_type: str  # `model_type` of the Hugging Face config
+    # GGUF stem → Hugging Face stem, within a layer; several stems: for each expert, one after another in one tensor.
     layer: Mapping[str, str | tuple[str, ...]]
-    paired_rope: bool = False  # the rows of Q and K are reordered
-    shifted_norms: bool = False  # norms hold 1 + w, but for those of recipes
+    paired_rope: bool = False  # True if the rows of Q and K are reordered
+    shifted_norms: bool = False  # True if norms hold 1 + w, but for those of recipes
     recipes: Sequence[Recipe] = ()  # in the order of preference
-    top: Mapping[str, str] = field(default_factory=lambda: TOP)  # as `layer`, of tensors that are no layer's
-    prefix: str = "model.layers"  # of a layer's number
-    # Of those behind the layers, which guess further tokens, and which the builder leaves out; "": there are none.
-    guesses: str = ""
+    top: Mapping[str, str] = field(default_factory=lambda: TOP)  # as `layer`, for tensors outside of layers
+    prefix: str = "model.layers"  # prefix of a layer's number
+    # Prefix of the multi-token prediction layers after the others, which the builder leaves out; "": there are none.
+    mtp_prefix: str = ""
 
 
 ARCHITECTURES = {
@@ -198,7 +198,7 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture("smollm3", PROJECTIONS | TWO_NORMS, paired_rope=True),
     "granite": Architecture("granite", PROJECTIONS | TWO_NORMS, paired_rope=True),
-    "olmo2": Architecture("olmo2", PROJECTIONS | NORMS_BEHIND | HEAD_NORMS),
+    "olmo2": Architecture("olmo2", PROJECTIONS | NORMS_AFTER | HEAD_NORMS),
     "glm4": Architecture("glm4", GATE_IN_UP | GLM4_NORMS),
     "ernie4_5": Architecture("ernie4_5", PROJECTIONS | TWO_NORMS),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", PROJECTIONS | TWO_NORMS | HUNYUAN_NORMS),
@@ -207,35 +207,35 @@ ARCHITECTURES = {
     "starcoder2": Architecture("starcoder2", NO_GATE | TWO_NORMS),
     "gpt-oss": Architecture(
         "gpt_oss",
-        ATTENTION | EXPERTS | NORM_BEHIND_ATTENTION | {"ffn_gate_inp": "mlp.router"},
+        ATTENTION | EXPERTS | NORM_AFTER_ATTENTION | {"ffn_gate_inp": "mlp.router"},
         recipes=recipes.SINKS,
     ),
     "qwen35": Architecture(
         "qwen3_5_text",
-        PROJECTIONS | NORM_BEHIND_ATTENTION | HEAD_NORMS,
+        PROJECTIONS | NORM_AFTER_ATTENTION | HEAD_NORMS,
         shifted_norms=True,
         recipes=recipes.DELTA_NET,
-        guesses="mtp",
+        mtp_prefix="mtp",
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        ATTENTION | NORM_BEHIND_ATTENTION | HEAD_NORMS | EXPERTS | GATED_EXPERT,
+        ATTENTION | NORM_AFTER_ATTENTION | HEAD_NORMS | EXPERTS | GATED_EXPERT,
         shifted_norms=True,
         recipes=recipes.DELTA_NET,
-        guesses="mtp",
+        mtp_prefix="mtp",
     ),
     "qwen3next": Architecture(
         "qwen3_next",
-        ATTENTION | NORM_BEHIND_ATTENTION | HEAD_NORMS | EXPERTS | GATED_EXPERT | QWEN3_NEXT,
+        ATTENTION | NORM_AFTER_ATTENTION | HEAD_NORMS | EXPERTS | GATED_EXPERT | QWEN3_NEXT,
         shifted_norms=True,
         recipes=recipes.FUSED_DELTA_NET,
-        guesses="mtp",
+        mtp_prefix="mtp",
     ),
     "deepseek2": Architecture(
         "deepseek_v3",
         LATENT_ATTENTION | MLP | EXPERTS | SHARED_EXPERTS | TWO_NORMS,
         recipes=(*recipes.LATENT, *recipes.correction("mlp.gate.e_score_correction_bias")),
-        guesses="model.layers",
+        mtp_prefix="model.layers",
     ),
     "mistral4": Architecture(
         "mistral4", LATENT_ATTENTION | MLP | EXPERTS | SHARED_EXPERTS | TWO_NORMS, recipes=recipes.LATENT
@@ -251,9 +251,9 @@ ARCHITECTURES = {
     ),
     "glm4moe": Architecture(
         "glm4_moe",
-        PROJECTIONS | EXPERTS | SHARED_EXPERTS | NORM_BEHIND_ATTENTION | HEAD_NORMS,
+        PROJECTIONS | EXPERTS | SHARED_EXPERTS | NORM_AFTER_ATTENTION | HEAD_NORMS,
         recipes=recipes.correction("mlp.gate.e_score_correction_bias"),
-        guesses="model.layers",
+        mtp_prefix="model.layers",
     ),
     "mistral3": Architecture("mistral", PROJECTIONS | TWO_NORMS, paired_rope=True),
     "lfm2": Architecture("lfm2", LFM2, recipes=recipes.SHORT_CONV, top=LFM2_TOP),
@@ -264,7 +264,12 @@ ARCHITECTURES = {
         top=LFM2_TOP,
     ),
     "nemotron_h": Architecture(
-        "nemotron_h", NEMOTRON_H, paired_rope=True, recipes=recipes.mamba2("mixer"), top=NEMOTRON_H_TOP, guesses="mtp"
+        "nemotron_h",
+        NEMOTRON_H,
+        paired_rope=True,
+        recipes=recipes.mamba2("mixer"),
+        top=NEMOTRON_H_TOP,
+        mtp_prefix="mtp",
     ),
     "nemotron_h_moe": Architecture(
         "nemotron_h",
@@ -272,7 +277,7 @@ ARCHITECTURES = {
         paired_rope=True,
         recipes=(*recipes.mamba2("mixer"), *recipes.correction("mixer.gate.e_score_correction_bias")),
         top=NEMOTRON_H_TOP,
-        guesses="mtp",
+        mtp_prefix="mtp",
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
@@ -297,15 +302,15 @@ ARCHITECTURES = {
         PROJECTIONS | EXPERTS | SHARED_EXPERTS | TWO_NORMS,
         recipes=recipes.correction("mlp.moe_statics.e_score_correction_bias"),
     ),
-    "seed_oss": Architecture("seed_oss", PROJECTIONS | NORM_BEHIND_ATTENTION),
+    "seed_oss": Architecture("seed_oss", PROJECTIONS | NORM_AFTER_ATTENTION),
     "gpt2": Architecture("gpt2", GPT2, recipes=recipes.GPT2, top=GPT2_TOP, prefix="transformer.h"),
 }
-# (architecture, key) → what the architecture stands for in a file with the key, where that is not 0.
+# (architecture, key) → the family of a file of the architecture in which the key is not 0.
 VARIANTS = {
     ("llama", "expert_count"): Architecture("mixtral", ATTENTION | MIXTRAL_EXPERTS | TWO_NORMS, paired_rope=True),
     ("olmo2", "attention.sliding_window"): replace(ARCHITECTURES["olmo2"], model_type="olmo3"),
     ("mistral3", "attention.temperature_scale"): replace(ARCHITECTURES["mistral3"], model_type="ministral3"),
-    # Of Mistral's own form of a checkpoint.
+    # Mistral's own form of a checkpoint has this key.
     ("deepseek2", "attention.temperature_scale"): ARCHITECTURES["mistral4"],
     ("granitemoe", "expert_shared_feed_forward_length"): replace(
         ARCHITECTURES["granitemoe"], model_type="granitemoeshared", recipes=recipes.SHARED_MLP
@@ -315,22 +320,24 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class RestoredTensor:
-    """Tensors in the file, and what makes their values the Hugging Face model's."""
+    """Tensors of the file, and the function that restores the Hugging Face model's tensor."""
 
-    parts: tuple[GgufTensor, ...]
-    restore: Callable[..., torch.Tensor]  # from the values of the parts to the model's
-    shape: tuple[int, ...]  # of the model's
+    parts: tuple[GgufTensor, ...]  # tensors of the file
+    restore: Callable[..., torch.Tensor]  # values of the parts → the model's tensor
+    shape: tuple[int, ...]  # shape of the model's tensor
 
 
 def find_architecture(header: GgufHeader) -> Architecture:
-    """Raises:
-    UnsupportedModelError: it is not one of ARCHITECTURES.
+    """Finds the family of a file.
+
+    Raises:
+        UnsupportedModelError: its architecture is not in ARCHITECTURES.
     """
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"GGUF files of architecture {name!r} are not read",
-            f"known are {', '.join(ARCHITECTURES)}",
+            f"GGUF files of architecture {name!r} are not supported",
+            f"supported are {', '.join(ARCHITECTURES)}",
             "Build from the model's safetensors checkpoint instead.",
         )
     for (base, key), variant in VARIANTS.items():
@@ -340,9 +347,11 @@ def find_architecture(header: GgufHeader) -> Architecture:
 
 
 def map_tensors(header: GgufHeader, architecture: Architecture, config: Mapping[str, Any]) -> dict[str, RestoredTensor]:
-    """Hugging Face name -> where its values come from.
+    """Maps the Hugging Face names to tensors of the file.
 
     Args:
+        header: header of the file.
+        architecture: the file's architecture.
         config: config.json; the order of rows depends on its numbers of heads.
 
     Raises:
@@ -351,9 +360,9 @@ def map_tensors(header: GgufHeader, architecture: Architecture, config: Mapping[
     """
     sources: dict[str, RestoredTensor] = {}
     for layer, tensors in _by_layer(header).items():
-        if layer is not None and architecture.guesses and int(layer) >= config["num_hidden_layers"]:
+        if layer is not None and architecture.mtp_prefix and int(layer) >= config["num_hidden_layers"]:
             for name, tensor in tensors.items():
-                sources[f"{architecture.guesses}.{layer}.{name}"] = _restored((tensor,), recipes.unchanged, config)
+                sources[f"{architecture.mtp_prefix}.{layer}.{name}"] = _restored((tensor,), recipes.unchanged, config)
             continue
         for recipe in architecture.recipes if layer is not None else ():
             if tensors.keys() >= set(recipe.parts):
@@ -373,16 +382,16 @@ def map_tensors(header: GgufHeader, architecture: Architecture, config: Mapping[
                 f"{stem}.{kind}" if layer is None else f"{architecture.prefix}.{layer}.{stem}.{kind}" for stem in stems
             ]
             if "{}" in names[0]:
-                for index, part in enumerate(_of_experts(tensor, len(names), kind)):
-                    expert, place = divmod(index, len(names))
-                    sources[names[place].format(expert)] = _restored((part,), recipes.unchanged, config)
+                for number, part in enumerate(_of_experts(tensor, len(names), kind)):
+                    expert, index = divmod(number, len(names))
+                    sources[names[index].format(expert)] = _restored((part,), recipes.unchanged, config)
             else:
                 sources[names[0]] = _restored((tensor,), _change(architecture, names[0]), config)
     return sources
 
 
 def _by_layer(header: GgufHeader) -> dict[str | None, dict[str, GgufTensor]]:
-    """A layer's number → its tensors by what stands behind it in their names; None → those that are no layer's."""
+    """Groups tensors by layer: its number → name after it → tensor; None → tensors outside of layers."""
     layers: dict[str | None, dict[str, GgufTensor]] = {}
     for name, tensor in header.tensors.items():
         if name != ROPE_FACTORS:
@@ -393,7 +402,7 @@ def _by_layer(header: GgufHeader) -> dict[str | None, dict[str, GgufTensor]]:
 
 
 def _change(architecture: Architecture, name: str) -> Callable[..., torch.Tensor]:
-    """What the converter did to a tensor of the model, undone."""
+    """Returns the function that reverses the converter's change to a tensor."""
     if architecture.shifted_norms and name.endswith("norm.weight"):
         return recipes.without_one
     if architecture.paired_rope and (part := re.search(r"\.([qk])_proj\.", name)):
@@ -411,17 +420,18 @@ def _restored(
         except (RuntimeError, IndexError) as error:
             stored = " and ".join(f"{part.name} has shape {list(part.shape)}" for part in parts)
             raise EngineError(
-                f"tensor {stored}", "it does not fit the file's metadata", "Convert the model anew."
+                f"tensor {stored}", "it does not fit the file's metadata", "Convert the model again."
             ) from error
     return RestoredTensor(parts, partial(restore, config), tuple(shape))
 
 
 def _of_experts(tensor: GgufTensor, count: int, kind: str) -> list[GgufTensor]:
-    """A tensor [experts, rows, columns] as `count` matrices for each expert, one behind the other; of biases, [experts,
-    rows], so many vectors.
+    """Cuts a tensor [experts, rows, columns] into `count` matrices for each expert, one after another.
+
+    Biases, [experts, rows], are cut into vectors.
 
     Raises:
-        EngineError: it has another number of dimensions, or rows that cannot be divided so.
+        EngineError: it has another number of dimensions, or rows that cannot be divided.
     """
     what = "matrix" if kind == "weight" else "vector"
     if len(tensor.shape) != (3 if kind == "weight" else 2) or tensor.shape[1] % count:

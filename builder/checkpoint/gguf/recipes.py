@@ -1,4 +1,4 @@
-"""Tensors that llama.cpp's converter stores in another form than the Hugging Face model, and what brings them back.
+"""Restores tensors that llama.cpp's converter stores in another form than the Hugging Face model.
 
 Source: modify_tensors of the families in llama.cpp's conversion/*.py, and of MambaModel and Mamba2Model in mamba.py.
 """
@@ -10,24 +10,25 @@ from typing import Any
 
 import torch
 
-Config = Mapping[str, Any]  # config.json, as gguf_config.py makes it
+Config = Mapping[str, Any]  # config.json, as config.py makes it
 
 
 def unchanged(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor itself."""
     return tensor
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A tensor of a layer that has another form in the file, or several parts. It is used where all parts are there."""
+    """A tensor of a layer that has another form in the file, or several parts; it applies if all parts exist."""
 
-    name: str  # Hugging Face's, below the layer's
-    parts: tuple[str, ...]  # the file's, below the layer's
+    name: str  # Hugging Face's name, after the layer's
+    parts: tuple[str, ...]  # names in the file, after the layer's
     restore: Callable[..., torch.Tensor] = unchanged  # (config, *parts) → the model's tensor
 
 
 def _row_of_each(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
-    """A convolution's [channels, width], perhaps with axes of 1, as [channels, 1, width]."""
+    """Reshapes a convolution's [channels, width], perhaps with axes of 1, to [channels, 1, width]."""
     return tensor.reshape(-1, 1, tensor.shape[-1])
 
 
@@ -36,7 +37,7 @@ def _flat(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _logarithm(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
-    """The file has -exp(A_log), perhaps as [heads, 1]."""
+    """Restores A_log from -exp(A_log), which the file has, perhaps as [heads, 1]."""
     return (-tensor).log().flatten()
 
 
@@ -45,32 +46,30 @@ def _transposed(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stacked(_config: Config, *parts: torch.Tensor) -> torch.Tensor:
-    """Rows of gate, then those of up: of one MLP, or of each expert."""
+    """Stacks rows of gate, then those of up: of one MLP, or of each expert."""
     return torch.cat(parts, dim=-2)
 
 
 def _whole_kv(_config: Config, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """k: [heads, latent, nope_dim]; v: [heads, value_dim, latent]. Of each head the rows of k, then those of v."""
+    """Joins each head's rows of k [heads, latent, nope_dim], then those of v [heads, value_dim, latent]."""
     return torch.cat([k.transpose(1, 2), v], dim=1).flatten(0, 1)
 
 
 def _by_key_head(config: Config, qkv: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Rows of all q, all k, all v and all z as those of each key head together."""
+    """Regroups rows of all q, all k, all v and all z by key head."""
     heads, width = config["linear_num_key_heads"], config["linear_num_key_heads"] * config["linear_key_head_dim"]
     parts = (qkv[:width], qkv[width : 2 * width], qkv[2 * width :], z)
     return torch.cat([part.reshape(heads, -1, part.shape[-1]) for part in parts], dim=1).flatten(0, 1)
 
 
 def _grouped(config: Config, tensor: torch.Tensor) -> torch.Tensor:
-    """Rows of value heads: from those with the first place in each key head's group, then those with the second, … to
-    one group behind the other.
-    """
+    """Regroups rows of value heads from one head of each key head to all heads of a key head together."""
     groups = config["linear_num_key_heads"]
     shared = config["linear_num_value_heads"] // groups
     return tensor.reshape(shared, groups, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
 
 
-def _grouped_behind_keys(config: Config, tensor: torch.Tensor) -> torch.Tensor:
+def _grouped_after_keys(config: Config, tensor: torch.Tensor) -> torch.Tensor:
     keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
     return torch.cat([tensor[:keys], _grouped(config, tensor[keys:])])
 
@@ -80,7 +79,7 @@ def _grouped_columns(config: Config, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _then(second: Callable[..., torch.Tensor], first: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """What two changes make together."""
+    """Composes two changes."""
 
     def both(config: Config, *parts: torch.Tensor) -> torch.Tensor:
         return second(config, first(config, *parts))
@@ -89,7 +88,11 @@ def _then(second: Callable[..., torch.Tensor], first: Callable[..., torch.Tensor
 
 
 def mamba2(block: str) -> Sequence[Recipe]:
-    """block: what the layer calls it."""
+    """Lists the recipes of Mamba-2.
+
+    Args:
+        block: name of the block in a layer.
+    """
     return (
         Recipe(f"{block}.A_log", ("ssm_a",), _logarithm),
         Recipe(f"{block}.D", ("ssm_d",), _flat),
@@ -100,7 +103,7 @@ def mamba2(block: str) -> Sequence[Recipe]:
 
 
 NET = "linear_attn"
-# Of Qwen3-Next, whose file has value heads in the model's order; files of older converters have in_proj_qkvz whole.
+# Qwen3-Next's files have value heads in the model's order; files of older converters have in_proj_qkvz in one tensor.
 FUSED_DELTA_NET = (
     Recipe(f"{NET}.A_log", ("ssm_a",), _logarithm),
     Recipe(f"{NET}.dt_bias", ("ssm_dt.bias",)),
@@ -112,9 +115,9 @@ FUSED_DELTA_NET = (
 DELTA_NET = (
     Recipe(f"{NET}.A_log", ("ssm_a",), _then(_grouped, _logarithm)),
     Recipe(f"{NET}.dt_bias", ("ssm_dt.bias",), _grouped),
-    Recipe(f"{NET}.conv1d.weight", ("ssm_conv1d.weight",), _then(_row_of_each, _grouped_behind_keys)),
+    Recipe(f"{NET}.conv1d.weight", ("ssm_conv1d.weight",), _then(_row_of_each, _grouped_after_keys)),
     Recipe(f"{NET}.norm.weight", ("ssm_norm.weight",)),
-    Recipe(f"{NET}.in_proj_qkv.weight", ("attn_qkv.weight",), _grouped_behind_keys),
+    Recipe(f"{NET}.in_proj_qkv.weight", ("attn_qkv.weight",), _grouped_after_keys),
     Recipe(f"{NET}.in_proj_z.weight", ("attn_gate.weight",), _grouped),
     Recipe(f"{NET}.in_proj_b.weight", ("ssm_beta.weight",), _grouped),
     Recipe(f"{NET}.in_proj_a.weight", ("ssm_alpha.weight",), _grouped),
@@ -153,19 +156,20 @@ GPT2 = tuple(
 
 
 def correction(name: str) -> Sequence[Recipe]:
-    """What experts are chosen by beside their scores. Older files have no end behind the tensor's name."""
+    """Lists the recipes of the correction of experts' scores. In older files the tensor's name has no suffix."""
     return tuple(Recipe(name, (part,)) for part in ("exp_probs_b.bias", "exp_probs_b"))
 
 
 def without_one(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    """Subtracts 1 from a norm's weight."""
     return tensor - 1
 
 
 def halves_apart(key: str) -> Callable[..., torch.Tensor]:
-    """Rows of each head from (0, half, 1, half + 1, …) back to (0, 1, …, half, half + 1, …).
+    """Makes the function that reorders rows of each head from (0, half, 1, half + 1, …) to (0, 1, 2, …).
 
     Args:
-        key: of the config, which says how many heads there are.
+        key: key of the config with the number of heads.
     """
     return partial(_halves_apart, key)
 

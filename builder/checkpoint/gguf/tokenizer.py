@@ -1,9 +1,9 @@
-"""The tokenizer in a GGUF file's metadata, as tokenizers' JSON.
+"""Makes tokenizers' JSON from the tokenizer in a GGUF file's metadata.
 
-Source: `tokenizer.ggml.*` of the GGUF specification. There are three kinds here. `gpt2` is byte-level BPE: merges
-are in the file, but of what splits a text into words only a name (`tokenizer.ggml.pre`). `llama` is
-SentencePiece's BPE: no merges, but a score for each piece, and the piece of the highest score is merged first.
-`gemma4` is like it, but with merges in the file.
+Source: `tokenizer.ggml.*` of the GGUF specification. There are three kinds here. `gpt2` is byte-level BPE: the file has
+merges, but only a name for the rule that splits a text into words (`tokenizer.ggml.pre`). `llama` is SentencePiece's
+BPE: no merges, but a score for each piece, and the piece with the highest score is merged first. `gemma4` is like it,
+but with merges in the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,12 @@ from enginewright.builder.checkpoint.files import tokenizers_errors
 from enginewright.builder.checkpoint.gguf.header import Value
 from enginewright.errors import EngineError, UnsupportedModelError
 
-SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 
 
 class TokenType(IntEnum):
+    """Type of a token in a GGUF file."""
+
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -32,13 +34,14 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Splitting:
-    """How a byte-level BPE cuts a text into words, and what else comes with it."""
+    """The rule by which a byte-level BPE splits a text into words, and related settings."""
 
-    patterns: tuple[str, ...] = ()  # of a word: each cuts what those before it left; (): GPT-2's, which tokenizers has
-    digits: bool = False  # each digit is a word of its own
-    nfc: bool = False  # texts are normalized to NFC first
-    whole_words: bool = False  # a word that is a token is that token, whatever the merges say
-    add_bos: bool = False  # where the file does not say
+    # patterns of a word, each applied to the rest of those before it; (): GPT-2's, which tokenizers has
+    patterns: tuple[str, ...] = ()
+    digits: bool = False  # True if each digit is a word of its own
+    nfc: bool = False  # True if texts are normalized to NFC first
+    whole_words: bool = False  # True if a word that is a token is never split by merges
+    add_bos: bool = False  # default of add_bos_token
 
 
 # The patterns are those of the models' tokenizer.json. Llama 3's and Qwen 2's differ in how digits are grouped.
@@ -81,7 +84,7 @@ SPLITTINGS = {
     "tekken": Splitting((BY_CASE % ("", "", ""),), whole_words=True, add_bos=True),
 }
 
-# Tokens that end a turn or a text, by what they are called: files rarely list more than one of a model's.
+# Tokens that end a turn or a text, by their names: files rarely list more than one of a model's.
 END_TOKENS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<eos>",
     "<turn|>", "<|tool_response>"
@@ -96,61 +99,83 @@ SAMPLING_KEYS = {
 
 
 class Vocabulary:
-    """The `tokenizer.*` metadata, checked.
-
-    Args:
-        metadata: of the file.
-        rows: rows of the embedding table; a token has to have one.
-
-    Raises:
-        EngineError: something is missing or does not fit together.
-    """
+    """The `tokenizer.*` metadata, checked."""
 
     def __init__(self, metadata: Mapping[str, Value], rows: int) -> None:
+        """Checks the metadata.
+
+        Args:
+            metadata: metadata of the file.
+            rows: rows of the embedding table; a token must have one.
+
+        Raises:
+            EngineError: something is missing or does not fit together.
+        """
         self.metadata = metadata
         self.tokens: list[str] = self.array("tokens", str) or []
         if not self.tokens:
-            raise EngineError("the GGUF file holds no tokenizer", fix="Convert the model anew, with its tokenizer.")
+            raise EngineError("the GGUF file holds no tokenizer", fix="Convert the model again, with its tokenizer.")
         if len(self.tokens) > rows:
             raise EngineError(f"the tokenizer has {len(self.tokens)} tokens", f"the embedding table has {rows} rows")
         types = self.array("token_type", int) or [TokenType.NORMAL] * len(self.tokens)
         self.types = self._of_each_token("token_type", types)
-        # What only fills up the table is left out: no text becomes it.
+        # Tokens that only fill up the table are left out: no text becomes one.
         used = [id for id, token in enumerate(self.tokens) if token and self.types[id] != TokenType.UNUSED]
         self.ids = {self.tokens[id]: id for id in used}
         if len(self.ids) != len(used):
-            raise EngineError("the tokenizer has tokens that are spelled alike", fix="Convert the model anew.")
+            raise EngineError("the tokenizer has tokens with the same spelling", fix="Convert the model again.")
 
     def text(self, key: str) -> str | None:
+        """Returns a text of the metadata; None if it is missing."""
         value = self.metadata.get(f"tokenizer.ggml.{key}")
         return value if isinstance(value, str) else None
 
     def flag(self, key: str, default: bool) -> bool:
+        """Returns a flag of the metadata.
+
+        Args:
+            key: the key.
+            default: value if the key is missing.
+        """
         value = self.metadata.get(f"tokenizer.ggml.{key}", default)
         return value if isinstance(value, bool) else default
 
     def id(self, key: str, default: int | None = None) -> int | None:
+        """Returns a token id of the metadata; None if it is missing or not valid.
+
+        Args:
+            key: the key, without `_token_id`.
+            default: value if the key is missing.
+        """
         value = self.metadata.get(f"tokenizer.ggml.{key}_token_id", default)
         return value if type(value) is int and 0 <= value < len(self.tokens) else None
 
     def array(self, key: str, kind: type) -> list[Any] | None:
+        """Returns a list of the metadata; None if it is missing.
+
+        Args:
+            key: the key.
+            kind: type of the entries.
+        """
         value = self.metadata.get(f"tokenizer.ggml.{key}")
         if value is not None and not (isinstance(value, list) and all(type(entry) is kind for entry in value)):
             raise EngineError(f"metadata tokenizer.ggml.{key} is not a list of {kind.__name__}")
         return value
 
     def scores(self) -> list[float]:
+        """Returns the score of each token."""
         scores = self.array("scores", float)
         if scores is None:
-            raise EngineError("metadata tokenizer.ggml.scores is missing", fix="Convert the model anew.")
+            raise EngineError("metadata tokenizer.ggml.scores is missing", fix="Convert the model again.")
         return self._of_each_token("scores", scores)
 
     def of_type(self, *kinds: TokenType) -> list[str]:
+        """Lists the tokens of some types."""
         return [token for token, id in self.ids.items() if self.types[id] in kinds]
 
     def special_ids(self) -> dict[str, int]:
-        """bos, eos, unk, pad -> token id, where there is one."""
-        pieces = self.text("model") == "llama"  # SentencePiece has bos and eos at 1 and 2 unless told otherwise
+        """Returns bos, eos, unk, pad → token id, for those that exist."""
+        pieces = self.text("model") == "llama"  # SentencePiece has bos and eos at 1 and 2 by default
         unknown = next((id for id, kind in enumerate(self.types) if kind == TokenType.UNKNOWN), None)
         found = {
             "bos": self.id("bos", 1 if pieces else None),
@@ -167,9 +192,11 @@ class Vocabulary:
 
 
 def build_tokenizer(vocabulary: Vocabulary) -> TokenizerFiles:
-    """Raises:
-    UnsupportedModelError: a kind of tokenizer, or a way to split text, that is not known.
-    EngineError: what is there does not fit together.
+    """Makes the tokenizer.
+
+    Raises:
+        UnsupportedModelError: the kind of tokenizer, or its way to split text, is unknown.
+        EngineError: the metadata does not fit together.
     """
     match vocabulary.text("model"):
         case "gpt2":
@@ -203,7 +230,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> TokenizerFiles:
         ]
     )
     config: dict[str, Any] = {f"{name}_token": vocabulary.tokens[id] for name, id in special.items()}
-    # Gemma 4 needs it, and its first converters wrote that it does not; llama.cpp puts it there all the same.
+    # Gemma 4 needs bos, though its first converters wrote that it does not; llama.cpp always adds it.
     always = vocabulary.text("model") == "gemma4"
     config["add_bos_token"] = (always or vocabulary.flag("add_bos_token", add_bos)) and "bos" in special
     config["add_eos_token"] = vocabulary.flag("add_eos_token", False) and "eos" in special
@@ -213,10 +240,10 @@ def build_tokenizer(vocabulary: Vocabulary) -> TokenizerFiles:
 
 
 def generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
-    """generation_config.json: what ends a text, and how the model's makers sample, as far as the file tells."""
+    """Makes generation_config.json: tokens that end a text, and default sampling, as far as the file has them."""
     special = vocabulary.special_ids()
     ends = [special.get("eos"), vocabulary.id("eot"), vocabulary.id("eom")]
-    # Gemma 4's converter has `<|tool_response>` shown, though it ends a turn.
+    # Gemma 4's converter does not mark `<|tool_response>` as control, though it ends a turn.
     shown = vocabulary.of_type(TokenType.CONTROL, TokenType.USER_DEFINED)
     ends += [vocabulary.ids[token] for token in shown if token in END_TOKENS]
     unique = list(dict.fromkeys(id for id in ends if id is not None))
@@ -247,12 +274,12 @@ def _byte_level(vocabulary: Vocabulary, splitting: Splitting) -> Tokenizer:
 def _stored_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     pairs = [merge.split(" ") for merge in vocabulary.array("merges", str) or []]
     if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise EngineError("metadata tokenizer.ggml.merges is missing or not in pairs", fix="Convert the model anew.")
+        raise EngineError("metadata tokenizer.ggml.merges is missing or not in pairs", fix="Convert the model again.")
     return [(left, right) for left, right in pairs]
 
 
 def _sentencepiece(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], has_prefix: bool = True) -> Tokenizer:
-    """has_prefix: a space is put before a text, where the file does not say it."""
+    """Makes a SentencePiece tokenizer; `has_prefix` is the default of putting a space before a text."""
     if vocabulary.flag("remove_extra_whitespaces", False) or vocabulary.array("precompiled_charsmap", int):
         raise UnsupportedModelError("a SentencePiece tokenizer that normalizes text is not implemented")
     prefix = vocabulary.flag("add_space_prefix", has_prefix)
@@ -273,9 +300,10 @@ def _sentencepiece(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], ha
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two, best piece first.
+    """Lists every way to join a piece from two, the best piece first.
 
-    Only normal pieces: a text never becomes a control token, and a user-defined one is taken before any merge.
+    Only normal pieces are merged: a text never becomes a control token, and a user-defined one is matched before
+    merges.
     """
     scores = vocabulary.scores()
     pieces = {token: id for token, id in vocabulary.ids.items() if vocabulary.types[id] == TokenType.NORMAL}
@@ -297,7 +325,7 @@ def _bpe(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], **options: A
 
 
 def _add_ends(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, int]) -> None:
-    """Lets the tokenizer put bos before a text and eos behind it, as the config says."""
+    """Makes the tokenizer put bos before a text and eos after it, as the config says."""
     bos, eos = ([end] if config[f"add_{end}_token"] else [] for end in ("bos", "eos"))
     if not bos and not eos:
         return

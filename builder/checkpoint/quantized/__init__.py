@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already: one file a format, named after the `quant_method` of its config.json."""
+"""Checkpoints that are already quantized: a file for each format, named after the `quant_method` of its config.json."""
 
 from enginewright.builder.checkpoint.quantized.find import format_name, read_format
 from enginewright.builder.checkpoint.quantized.format import Format

@@ -16,22 +16,26 @@ Open = Callable[[ConfigReader, Tensors], Format]
 
 
 def format_names() -> list[str]:
-    """Every `quant_method` that can be read."""
+    """Lists every `quant_method` that can be read."""
     folder = Path(__file__).parent / "formats"
     return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules([str(folder)]))
 
 
 def format_name(checkpoint: Checkpoint) -> str | None:
-    """What a checkpoint calls the way in which it is quantized, None of one that is not."""
+    """Returns the `quant_method` of a checkpoint; None if it is not quantized."""
     section = ConfigReader(checkpoint.config).section("quantization_config")
     return None if section is None else section.read(str, "quant_method").lower()
 
 
 def read_format(config: ConfigReader, tensors: Tensors) -> Format | None:
-    """How the weights of a checkpoint are stored, None where they are not quantized.
+    """Opens the format in which a checkpoint's weights are stored; None if they are not quantized.
+
+    Args:
+        config: config.json.
+        tensors: tensors of the checkpoint.
 
     Raises:
-        UnsupportedModelError: in a way that is not implemented, by name.
+        UnsupportedModelError: the format is not implemented; the message names it.
         EngineError: the quantization_config cannot be used.
     """
     section = config.section("quantization_config")

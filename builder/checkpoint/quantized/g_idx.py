@@ -1,4 +1,4 @@
-"""Weights whose columns are in no order of their runs: GPTQ's act-order, as `g_idx` says."""
+"""Weights whose columns are not in the order of their groups: GPTQ's act-order, in the tensor `g_idx`."""
 
 import torch
 
@@ -16,30 +16,38 @@ def integers_by_g_idx(
     shape: tuple[int, ...],
     bits: int,
     codes: Open,
-    runs: Groups,
+    groups: Groups,
     g_idx: str,
     int8_activations: int | None = None,
 ) -> RowsTensor:
-    """As `integers`, of a weight whose column k is in run g_idx[k].
+    """Fits a weight of integers whose column k is in group g_idx[k].
 
-    g_idx: the tensor's name, [K] INT32. It is read at once, for the graph depends on it. There need not be one.
+    Args:
+        format: format of the checkpoint, for notes.
+        name: name of the weight.
+        shape: [N, K].
+        bits: bits of a code.
+        codes: UINT8 [n, K].
+        groups: scales and zero points.
+        g_idx: name of a tensor [K] INT32, which need not exist. It is read at once, since the graph depends on it.
+        int8_activations: as in `integers`.
     """
     if format.tensors.find(g_idx) is None:
-        return integers(format, name, shape, bits, codes, runs, int8_activations)
+        return integers(format, name, shape, bits, codes, groups, int8_activations)
     columns = shape[1]
     of_columns = format.tensors.take(g_idx, (columns,), dtypes=[torch.int32])()
-    by_run = torch.arange(columns, dtype=torch.int32) // runs.size
-    if torch.equal(of_columns, by_run):
-        return integers(format, name, shape, bits, codes, runs, int8_activations)
-    if of_columns.min() < 0 or of_columns.max() > by_run[-1]:
-        raise EngineError(f"{g_idx} cannot be used", f"it names runs that are not among the {int(by_run[-1]) + 1}")
+    by_group = torch.arange(columns, dtype=torch.int32) // groups.size
+    if torch.equal(of_columns, by_group):
+        return integers(format, name, shape, bits, codes, groups, int8_activations)
+    if of_columns.min() < 0 or of_columns.max() > by_group[-1]:
+        raise EngineError(f"{g_idx} cannot be used", f"it names groups that are not among the {int(by_group[-1]) + 1}")
     order = torch.argsort(of_columns, stable=True)
-    if not torch.equal(of_columns[order], by_run):
-        format.note("integers in runs of different lengths, which no kernel takes, are restored to bfloat16")
-        return restored(name, shape, _restored(name, bits, codes, runs, of_columns))
-    by_runs = integers(format, name, shape, bits, _reordered(codes, order), runs, int8_activations)
-    whole = restored(name, shape, _restored(name, bits, codes, runs, of_columns))
-    return ActOrdered(whole, order, by_runs) if isinstance(by_runs, StoredTensor) else whole
+    if not torch.equal(of_columns[order], by_group):
+        format.note("integers in groups of different lengths, which no kernel supports, are restored to bfloat16")
+        return restored(name, shape, _restored(name, bits, codes, groups, of_columns))
+    by_groups = integers(format, name, shape, bits, _reordered(codes, order), groups, int8_activations)
+    whole = restored(name, shape, _restored(name, bits, codes, groups, of_columns))
+    return ActOrdered(whole, order, by_groups) if isinstance(by_groups, StoredTensor) else whole
 
 
 def _reordered(codes: Open, order: torch.Tensor) -> Open:
@@ -50,8 +58,8 @@ def _reordered(codes: Open, order: torch.Tensor) -> Open:
     return open
 
 
-def _restored(name: str, bits: int, codes: Open, runs: Groups, of_columns: torch.Tensor) -> Open:
-    """FLOAT, each column with the scale and the zero point of its run."""
+def _restored(name: str, bits: int, codes: Open, groups: Groups, of_columns: torch.Tensor) -> Open:
+    """Restores FLOAT, each column with the scale and the zero point of its group."""
 
     def spread(open: Open) -> Open:
         def opened() -> RowReader:
@@ -60,5 +68,5 @@ def _restored(name: str, bits: int, codes: Open, runs: Groups, of_columns: torch
 
         return opened
 
-    each = Groups(1, spread(runs.scales), None if runs.zeros is None else spread(runs.zeros))
+    each = Groups(1, spread(groups.scales), None if groups.zeros is None else spread(groups.zeros))
     return restore_integers(name, bits, codes, each)

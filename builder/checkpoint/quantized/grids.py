@@ -1,4 +1,7 @@
-"""Numbers that blocks of a weight share, scales and zero points. A block is a row, a group of columns, or larger."""
+"""Reads numbers that blocks of a weight share: scales and zero points.
+
+A block is a row, a group of columns, or larger.
+"""
 
 import math
 from collections.abc import Callable, Collection
@@ -16,7 +19,14 @@ POWERS_OF_TWO = (torch.float8_e8m0fnu, torch.uint8)
 
 
 def take_scales(tensors: Tensors, name: str, shape: tuple[int, ...], block: Block | None = None) -> Groups:
-    """The scales of a weight [N, K]: floating point, or exponents of two. Errors are those of `take_grid`."""
+    """Reads the scales of a weight [N, K]: floating point, or exponents of two. Errors are those of `take_grid`.
+
+    Args:
+        tensors: tensors of the checkpoint.
+        name: name of the scales.
+        shape: [N, K].
+        block: rows and columns of a block; None is one number for all, or one per row.
+    """
 
     def floats_of(values: torch.Tensor) -> torch.Tensor:
         return e8m0(values) if values.dtype in POWERS_OF_TWO else values.float()
@@ -34,20 +44,26 @@ def take_grid(
     dtypes: Collection[torch.dtype],
     of: Callable[[torch.Tensor], torch.Tensor],
 ) -> Open:
-    """One number for each block, as rows of the weight have them, [n, G].
+    """Reads one number for each block, repeated for the rows of the weight, [n, G].
 
-    Without a block, there is one for all or one per row, as their number says.
+    Args:
+        tensors: tensors of the checkpoint.
+        name: name of the numbers.
+        shape: shape of the weight, [N, K].
+        block: rows and columns of a block; None is one number for all, or one per row, depending on their number.
+        dtypes: number types that they may have.
+        of: converts them.
 
     Raises:
-        EngineError: there is no such tensor, or it does not have as many numbers.
-        UnsupportedModelError: it is of another dtype.
+        EngineError: there is no such tensor, or it has another number of elements.
+        UnsupportedModelError: it has another number type.
     """
     rows, columns = shape
     if block is None:
         info = tensors.find(name)
         block = (rows if info is not None and math.prod(info.shape) == 1 else 1, columns)
     down, across = -(-rows // block[0]), -(-columns // block[1])
-    shapes: list[tuple[int, ...]] = [(down, across), (down, 1, across, 1)]  # the latter is modelopt's
+    shapes: list[tuple[int, ...]] = [(down, across), (down, 1, across, 1)]  # the second is modelopt's
     if across == 1:
         shapes.append((down,))
     if down == across == 1:
@@ -59,7 +75,16 @@ def take_grid(
 def fp8_weight(
     format: Format, name: str, shape: tuple[int, ...], scales: str, block: Block | None, activations: str
 ) -> RowsTensor:
-    """`name` FLOAT8E4M3FN [N, K], times the tensor `scales`. activations: "fp8", or "bf16" where weights are alone."""
+    """Reads a weight FLOAT8E4M3FN [N, K], with the tensor `scales` as factors.
+
+    Args:
+        format: format of the checkpoint.
+        name: name of the weight.
+        shape: [N, K].
+        scales: name of the scales.
+        block: rows and columns of a block; None is one number for all, or one per row.
+        activations: dtype of activations, "fp8" or "bf16".
+    """
     groups = take_scales(format.tensors, scales, shape, block)
     values = by_rows(format.tensors.take(name, shape, dtypes=[torch.float8_e4m3fn]))
     what = f"FP8 in blocks of {block[0]}×{block[1]}" if block else "FP8"

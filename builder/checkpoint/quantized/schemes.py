@@ -1,33 +1,34 @@
-"""The `config_groups` of compressed-tensors: which layers are stored how, read with suspicion."""
+"""Reads the `config_groups` of compressed-tensors, which assign formats to layers, with care."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from enginewright.builder.config import ConfigReader
-from enginewright.passes.quant.method import LONGEST_GROUP
+from enginewright.passes.quant.method import MAX_GROUP_SIZE
 
 KINDS = ("int", "float")
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group", "token")
-# Of `weights` and `input_activations`: how their scales were found, and the dtypes that the tensors have anyway.
+# Keys of `weights` and `input_activations` about the search for scales, and the dtypes that the tensors have anyway.
 HARMLESS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")
-REPEATS = 4  # of one regular expression: more of them could take for ever, and nobody needs them
+REPEATS = 4  # limit of repetitions in a regular expression: more of them could take very long, and nobody needs them
 QUANTIZED_CLASSES = ("Linear", "Embedding")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """How one tensor is quantized. block: rows and columns that share a scale; None where the strategy has no size."""
+    """The quantization of one kind of tensor."""
 
-    bits: int
-    kind: str
-    symmetric: bool
-    strategy: str
-    block: tuple[int, int] | None
-    dynamic: bool
+    bits: int  # bits of a number
+    kind: str  # one of KINDS
+    symmetric: bool  # True if there are no zero points
+    strategy: str  # one of STRATEGIES
+    block: tuple[int, int] | None  # rows and columns that share a scale; None if the strategy has no size
+    dynamic: bool  # True if scales are computed when an engine runs
 
     @staticmethod
     def read(config: ConfigReader) -> "Arguments":
+        """Reads the settings of a group."""
         kind = config.read(str, "type", default="int").lower()
         if kind not in KINDS:
             raise config.unsupported(f"type = {kind!r}", f"Implemented are {', '.join(KINDS)}.")
@@ -52,7 +53,7 @@ class Arguments:
             symmetric=config.read(bool, "symmetric", default=True),
             strategy=strategy,
             block=block,
-            # "local": of two scales, that of single runs is found as numbers come.
+            # "local": of two scales, that of quantization groups is computed when an engine runs.
             dynamic=config.holds("dynamic", "local") or config.read(bool, "dynamic", default=False),
         )
         config.refuse_any_unread(HARMLESS)
@@ -60,29 +61,30 @@ class Arguments:
 
     @property
     def is_fp8(self) -> bool:
+        """True if numbers are FP8."""
         return self.kind == "float" and self.bits == 8
 
     @property
-    def int8_run(self) -> int | None:
-        """Of activations: columns of INT8 numbers that share a scale, 0 for all of a token; None of other numbers."""
+    def int8_group(self) -> int | None:
+        """Columns of INT8 activations that share a scale, 0 for a whole token; None for other numbers."""
         if self.kind != "int":
             return None
         size = self.block[1] if self.block else 0
-        return size if size % 32 == 0 and size <= LONGEST_GROUP else 0
+        return size if size % 32 == 0 and size <= MAX_GROUP_SIZE else 0
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """form: one of compressed-tensors' formats. activations: None where they stay floating point."""
+    """The scheme of a group of layers."""
 
-    targets: tuple[str, ...]
-    form: str
-    weights: Arguments
-    activations: Arguments | None
+    targets: tuple[str, ...]  # names of modules, patterns, and classes
+    form: str  # one of compressed-tensors' formats
+    weights: Arguments  # quantization of weights
+    activations: Arguments | None  # quantization of activations; None: they stay floating point
 
     @staticmethod
     def read(config: ConfigReader, form: str) -> "Scheme | None":
-        """None of a group that quantizes no weights."""
+        """Reads a group; None if it quantizes no weights. form: format of a group that names none."""
         targets = tuple(config.read_list(str, "targets") or ())
         weights, activations = config.section("weights"), config.section("input_activations")
         if config.section("output_activations") is not None:
@@ -96,13 +98,13 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Schemes:
-    """The groups of a checkpoint, by what their targets name: modules first, then patterns, then classes."""
+    """The groups of a checkpoint, by the kind of their targets: modules first, then patterns, then classes."""
 
-    schemes: Sequence[Scheme]
-    patterns: Sequence[tuple[re.Pattern[str], Scheme]]
+    schemes: Sequence[Scheme]  # all groups
+    patterns: Sequence[tuple[re.Pattern[str], Scheme]]  # pattern of module names, and its group
 
     def of(self, module: str) -> Scheme | None:
-        """The scheme of a module that is quantized."""
+        """Finds the scheme of a quantized module."""
         if len(self.schemes) == 1:
             return self.schemes[0]
         exact = [scheme for scheme in self.schemes if module in scheme.targets]
@@ -112,7 +114,13 @@ class Schemes:
 
 
 def read_schemes(config: ConfigReader, form: str, forms: Sequence[str]) -> Schemes:
-    """form: of groups that name none. forms: those that are implemented."""
+    """Reads all groups.
+
+    Args:
+        config: the quantization_config.
+        form: format of groups that name none.
+        forms: implemented formats.
+    """
     groups = config.section("config_groups")
     if groups is None:
         raise config.error("config_groups is missing")
@@ -131,10 +139,10 @@ def read_schemes(config: ConfigReader, form: str, forms: Sequence[str]) -> Schem
 
 
 def _compiled(expression: str, config: ConfigReader) -> re.Pattern[str]:
-    """A pattern of somebody else's, where it cannot take long."""
+    """Compiles a pattern of somebody else, if matching cannot take long."""
     if len(re.findall(r"[*+{]", expression)) > REPEATS or re.search(r"\)[*+{]", expression) or len(expression) > 500:
         raise config.unsupported(f"targets has {expression!r}, a pattern that could take long to match"[:300])
     try:
         return re.compile(expression)
     except re.error as error:
-        raise config.error(f"targets has {expression!r}, which is no regular expression: {error}") from error
+        raise config.error(f"targets has {expression!r}, which is not a regular expression: {error}") from error

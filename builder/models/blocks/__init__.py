@@ -1,4 +1,4 @@
-"""What decoders are put together from: each block is a frozen config that writes its own nodes into a graph."""
+"""Blocks of decoders: each is a frozen config that writes its own nodes into a graph."""
 
 from enginewright.builder.models.blocks.attention import Attention, Heads
 from enginewright.builder.models.blocks.decoder import Layer, SideBySide, write_decoder

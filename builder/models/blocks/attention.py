@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, MAX_HEAD_DIM, MAX_HEADS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerCache, P, T
 from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import RopeTable
@@ -18,39 +18,57 @@ from enginewright.plugins.plugin import dims_of, width_of
 
 @dataclass(frozen=True)
 class Heads:
-    """How queries, keys and values are cut."""
+    """The split of queries, keys and values into heads."""
 
-    count: int  # of queries
-    kv_count: int  # of keys and values, each for count / kv_count heads of queries
+    count: int  # heads of queries
+    kv_count: int  # heads of keys and values, each for count / kv_count heads of queries
     dim: int  # columns of a head
 
     @staticmethod
     def read(config: ConfigReader, default_dim: int | None = None) -> "Heads":
-        """Without a default, a head_dim that is not given is hidden_size / num_attention_heads."""
-        hidden = config.read_size("hidden_size", most=MOST_COLUMNS)
-        count = config.read_size("num_attention_heads", most=MOST_HEADS)
-        dim = config.read_size("head_dim", default=default_dim or max(hidden // count, 1), most=MOST_HEAD_DIM)
-        kv_count = config.read_size("num_key_value_heads", default=count, most=MOST_HEADS)
+        """Reads the heads.
+
+        Args:
+            config: config of the model.
+            default_dim: columns of a head if the config has no head_dim; None is hidden_size / num_attention_heads.
+        """
+        hidden = config.read_size("hidden_size", maximum=MAX_COLUMNS)
+        count = config.read_size("num_attention_heads", maximum=MAX_HEADS)
+        dim = config.read_size("head_dim", default=default_dim or max(hidden // count, 1), maximum=MAX_HEAD_DIM)
+        kv_count = config.read_size("num_key_value_heads", default=count, maximum=MAX_HEADS)
         return Heads(count, kv_count, dim).checked(config)
 
     def checked(self, config: ConfigReader) -> "Heads":
-        """These. Raises EngineError where groups are not equal, or where a head has no two halves."""
+        """Returns these heads, checked.
+
+        Raises:
+            EngineError: the groups are not equal, or a head does not have an even number of columns.
+        """
         if self.count % self.kv_count:
             raise config.error(
-                f"num_attention_heads is {self.count}, no multiple of num_key_value_heads, {self.kv_count}"
+                f"num_attention_heads is {self.count}, which is not a multiple of num_key_value_heads, {self.kv_count}"
             )
         if self.dim % 2:
             raise config.error(f"head_dim is {self.dim}: rotary embeddings need an even one")
         return self
 
     def cut_fused(self, tensor: str) -> dict[str, Sequence[int]]:
-        """The rows of q, k and v where they are one tensor, one behind the other: for Weights.cut."""
+        """Returns the rows of q, k and v in one fused tensor, for Weights.cut.
+
+        Args:
+            tensor: name of the block, whose q, k and v follow each other in the fused tensor.
+        """
         q, kv = self.count * self.dim, self.kv_count * self.dim
         rows = {"q": range(q), "k": range(q, q + kv), "v": range(q + kv, q + 2 * kv)}
         return {f"{tensor}.{part}_proj": part_rows for part, part_rows in rows.items()}
 
     def cut_gated(self, query: str, gate: str) -> dict[str, Sequence[int]]:
-        """The rows of each where every head's query and gate lie side by side: for Weights.cut."""
+        """Returns the rows of queries and gates in one tensor that has both for each head in turn, for Weights.cut.
+
+        Args:
+            query: name of the tensor of queries.
+            gate: name of the tensor of gates.
+        """
         rows = [range(2 * head * self.dim, 2 * (head + 1) * self.dim) for head in range(self.count)]
         return {
             query: [row for own in rows for row in own[: self.dim]],
@@ -62,18 +80,24 @@ class Heads:
 class PositionScale:
     """x · (1 + beta · log(1 + floor(position / original))): plugins/elementwise/position_scale.py."""
 
-    beta: float
-    original: int  # positions
+    beta: float  # growth of the scale
+    original: int  # positions of the original context
 
     @staticmethod
     def read(rope: ConfigReader, max_positions: int) -> "PositionScale | None":
-        """rope: its parameters, which have it. max_positions: the model's, which they may repeat."""
+        """Reads the scale; None if there is none.
+
+        Args:
+            rope: parameters of the rope, which contain it.
+            max_positions: positions of the model, which the parameters may repeat.
+        """
         rope.read_size("max_position_embeddings", default=max_positions)
         beta = rope.read(float, "llama_4_scaling_beta", default=0.0)
         original = rope.read_size("original_max_position_embeddings", default=max_positions)
         return PositionScale(beta, original) if beta else None
 
     def write(self, graph: GraphWriter, x: ir.Value) -> ir.Value:
+        """Writes x, scaled by position."""
         settings = {"beta": self.beta, "original": self.original}
         return graph.plugin(POSITION_SCALE, [x, graph.positions], f"{x.name}.scaled", **settings).outputs[0]
 
@@ -82,31 +106,40 @@ class PositionScale:
 class Attention:
     """o(attention(q(x), k(x), v(x))). Every field may differ from layer to layer.
 
-    What a checkpoint stores in one tensor (q, k and v; q and a gate) has the names of its parts by `Weights.cut`.
+    Tensors that a checkpoint fuses (q, k and v; q and a gate) get the names of their parts by `Weights.cut`.
     """
 
-    heads: Heads
-    scale: float | None = None  # of the scores; None is 1 / √heads.dim
-    bias: bool = False  # of q, k and v
-    output_bias: bool = False  # of o
-    output_width: int | None = None  # columns of o; None is as wide as x
-    head_norm: RmsNorm | None = None  # of q and of k, before they are rotated
-    norms_all_heads: bool = False  # the norm is of all heads together, not of each by itself
-    norms_rotated: bool = False  # the norm is behind the rotation
-    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
-    value_norm: RmsNorm | None = None  # of each head of v
-    keys_are_values: bool = False  # v is what k is before its norm and rotation
-    reads: int | None = None  # the layer whose keys and values are read; None where the layer has its own
-    output_name: str = "o_proj"  # in the checkpoint
-    gated: bool = False  # o reads y · sigmoid(gate): q_proj has, for each head, its query and a gate as wide
-    position_scale: PositionScale | None = None  # of queries
-    window: int = 0  # positions that a query sees, its own included; 0 is all
-    lookahead: int = 0  # positions behind its own that a query sees; EVERYTHING is all, and 0 is causal
-    softcap: float = 0.0  # scores stay within ±softcap; 0 is no limit
-    sinks: bool = False  # each head has a logit that belongs to no position and joins the softmax's sum
+    heads: Heads  # split into heads
+    scale: float | None = None  # scale of the scores; None is 1 / √heads.dim
+    bias: bool = False  # True if q, k and v have a bias
+    output_bias: bool = False  # True if o has a bias
+    output_width: int | None = None  # columns of o; None means as many as x
+    head_norm: RmsNorm | None = None  # norm of q and of k, before the rotation
+    norms_all_heads: bool = False  # True if the norm is over all heads together, not each alone
+    norms_rotated: bool = False  # True if the norm comes after the rotation
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # names of the norms in the checkpoint
+    value_norm: RmsNorm | None = None  # norm of each head of v
+    keys_are_values: bool = False  # True if v is k before its norm and rotation
+    reads: int | None = None  # layer whose keys and values are read; None: this layer has its own
+    output_name: str = "o_proj"  # name of o in the checkpoint
+    # True if o reads y · sigmoid(gate): q_proj has a query and a gate of the same width for each head
+    gated: bool = False
+    position_scale: PositionScale | None = None  # scale of queries
+    window: int = 0  # sliding window in positions, the query's own included; 0 is no limit
+    lookahead: int = 0  # positions after its own that a query attends to; EVERYTHING is all, and 0 is causal
+    softcap: float = 0.0  # limit of the scores, ±softcap; 0 is none
+    sinks: bool = False  # True if each head has a logit of no position that joins the softmax's sum
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None) -> ir.Value:
-        """layer: whose cache it is. rope: None where positions are not in queries and keys."""
+        """Writes the attention of a layer.
+
+        Args:
+            graph: graph to write into.
+            x: input of the layer.
+            tensor: name of the block in the checkpoint.
+            layer: index of the layer, and of its cache.
+            rope: rotation; None: queries and keys have no positions.
+        """
         heads = self.heads
         if self.gated:
             graph.weights.cut(f"{tensor}.q_proj", heads.cut_gated(f"{tensor}.q_proj", f"{tensor}.gate_proj"))
@@ -131,13 +164,13 @@ class Attention:
         return graph.linear(y, f"{tensor}.{self.output_name}", self.output_width or width_of(x), self.output_bias)
 
     def _project(self, graph: GraphWriter, x: ir.Value, tensor: str) -> tuple[ir.Value, ir.Value]:
-        """Keys and values, without norms and positions."""
+        """Writes keys and values, without norms and positions."""
         width = self.heads.kv_count * self.heads.dim
         k = graph.linear(x, f"{tensor}.k_proj", width, self.bias)
         return k, k if self.keys_are_values else graph.linear(x, f"{tensor}.v_proj", width, self.bias)
 
     def _reorder(self, weights: Weights, tensor: str, rope: RopeTable) -> None:
-        """Columns of a rope's pairs, which the checkpoint has side by side, move half a head apart."""
+        """Moves columns of a rope's pairs, which are neighbours in the checkpoint, half a head apart."""
         heads = self.heads
         for part, norm, count in zip("qk", self.norm_names, (heads.count, heads.kv_count), strict=True):
             weights.reorder(f"{tensor}.{part}_proj", rope.order(count, heads.dim))
@@ -145,7 +178,7 @@ class Attention:
                 weights.reorder(f"{tensor}.{norm}", rope.order(count if self.norms_all_heads else 1, heads.dim))
 
     def _placed(self, graph: GraphWriter, x: ir.Value, norm: str, rope: RopeTable | None) -> ir.Value:
-        """Queries or keys with their positions in them."""
+        """Writes queries or keys with norm and rotation."""
         if not self.norms_rotated:
             x = self._normed(graph, x, norm)
         if rope is not None:
@@ -160,7 +193,7 @@ class Attention:
         return self.head_norm.write_by_head(graph, x, norm, self.heads.dim)
 
     def _attend(self, graph: GraphWriter, q: ir.Value, sinks: ir.Value | None, layer: int) -> ir.Value:
-        """To the past and the new keys: [1, T, heads.count · heads.dim]."""
+        """Writes attention to past and new keys, [1, T, heads.count · heads.dim]."""
         heads, name = self.heads, f"layers.{layer}.attention"
         k, v, *past = graph.shared(layer if self.reads is None else self.reads)
         counts = {"q_num_heads": heads.count, "kv_num_heads": heads.kv_count}
@@ -179,6 +212,6 @@ class Attention:
         y, key, value = node.outputs
         if self.reads is None:
             graph.present(layer, key, value)
-        else:  # the layer that is read gives them, too
+        else:  # the layer that is read outputs them, too
             key.name, value.name = f"{name}.key", f"{name}.value"
         return y

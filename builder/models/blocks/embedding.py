@@ -1,11 +1,11 @@
-"""Token embeddings: where the residual stream begins."""
+"""Token embeddings, the start of the residual stream."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, MOST_TOKENS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, MAX_TOKENS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, T, short
 from enginewright.plugins.embed.embed_positions import EMBED_POSITIONS
 
@@ -15,20 +15,28 @@ class Embedding:
     """Rows of a table, by token: [1, T, hidden]."""
 
     vocab: int  # rows of the table
-    hidden: int  # its columns
-    scale: float | None = None  # of the rows, None where they are taken as they are
-    positions: int = 0  # rows of a table that is added by position; 0 where there is none
-    types: int = 0  # rows of a table that is added by whether a token is of a second text; 0 where there is none
+    hidden: int  # columns of the table
+    scale: float | None = None  # scale of the rows; None: unscaled
+    positions: int = 0  # rows of the table of position embeddings; 0: there is none
+    types: int = 0  # rows of the table of token types (first or second text); 0: there is none
 
     @staticmethod
     def read(config: ConfigReader) -> "Embedding":
+        """Reads the sizes of the table."""
         return Embedding(
-            vocab=config.read_size("vocab_size", most=MOST_TOKENS),
-            hidden=config.read_size("hidden_size", most=MOST_COLUMNS),
+            vocab=config.read_size("vocab_size", maximum=MAX_TOKENS),
+            hidden=config.read_size("hidden_size", maximum=MAX_COLUMNS),
         )
 
     def write(self, graph: GraphWriter, tensor: str, positions_tensor: str = "", types_tensor: str = "") -> ir.Value:
-        """positions_tensor: of the table by position. types_tensor: of the table by text."""
+        """Writes the embedding of the tokens.
+
+        Args:
+            graph: graph to write into.
+            tensor: name of the table.
+            positions_tensor: name of the table of positions.
+            types_tensor: name of the table of token types.
+        """
         rows = self._rows(graph, tensor)
         if self.positions:
             rows = self._with(graph, rows, graph.positions, positions_tensor, self.positions)
@@ -37,7 +45,7 @@ class Embedding:
         return rows
 
     def _with(self, graph: GraphWriter, rows: ir.Value, indices: ir.Value, tensor: str, size: int) -> ir.Value:
-        """Rows of another table of `size` rows added."""
+        """Adds rows of another table of `size` rows."""
         table = graph.weights.tensor(f"{tensor}.weight", (size, self.hidden))
         return graph.add(rows, graph.plugin(EMBED_POSITIONS, [indices, table], short(tensor)).outputs[0])
 

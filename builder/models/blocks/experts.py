@@ -1,4 +1,5 @@
-"""A mixture of experts: each token goes through a few of many MLPs, and perhaps through one that all tokens share.
+"""Mixture of experts: each token goes through a few of many MLPs, and perhaps through one shared by all tokens.
+
 https://arxiv.org/abs/1701.06538
 """
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, short
 from enginewright.builder.models.blocks.mlp import GatedMlp, Mlp, read_activation
 from enginewright.plugins.experts.combine_experts import COMBINE_EXPERTS
@@ -17,37 +18,42 @@ from enginewright.plugins.experts.sort_rows import SORT_ROWS
 from enginewright.plugins.gemm.gemm import GATED
 from enginewright.plugins.plugin import width_of
 
-MOST_EXPERTS = 2**12
+MAX_EXPERTS = 2**12
 # By the activation of config.json: the epilogue of the product with gate and up (plugins/gemm/gemm.py).
 EPILOGUES: Mapping[str, str] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts a token goes to, and how much each of them counts: plugins/experts/route.py."""
+    """Choice of each token's experts, and their weights in the sum: plugins/experts/route.py."""
 
-    experts: int
+    experts: int  # number of experts
     top: int  # experts of a token
-    scores: str = "softmax"  # of all products with the router: or "sigmoid", of each by itself
-    bias: bool = False  # of these products
-    # Names below the block's that the tensor [experts] may have which is added to what experts are chosen by.
+    scores: str = "softmax"  # function of the products with the router; "sigmoid": of each product alone
+    bias: bool = False  # True if these products have a bias
+    # Possible names, below the block's, of a tensor [experts] that is added to the scores for the choice only.
     correction: tuple[str, ...] = ()
-    groups: int = 1  # of experts / groups neighbours
-    chosen_groups: int = 1  # that experts are chosen from
-    group_best: int = 2  # experts whose scores a group is judged by
-    normalized: bool = True  # the chosen scores are divided by their sum
-    scale: float = 1.0  # what they are multiplied by then
+    groups: int = 1  # groups of experts / groups neighbours
+    chosen_groups: int = 1  # groups that experts are chosen from
+    group_best: int = 2  # number of best scores that are summed to the score of a group
+    normalized: bool = True  # True if the chosen scores are divided by their sum
+    scale: float = 1.0  # factor of the result
 
     @staticmethod
     def read(
         config: ConfigReader, *count_keys: str, top_keys: tuple[str, ...] = ("num_experts_per_tok",), **settings: object
     ) -> "Routing":
-        """count_keys, top_keys: the names that the number of experts may have, and that of a token's experts. settings:
-        fields of the family's.
+        """Reads the routing.
+
+        Args:
+            config: config of the model.
+            count_keys: possible keys of the number of experts.
+            top_keys: possible keys of the number of a token's experts.
+            settings: fields that the family sets.
         """
         routing = Routing(
-            experts=config.read_size(*(count_keys or ("num_experts",)), most=MOST_EXPERTS),
-            top=config.read_size(*top_keys, most=MOST_EXPERTS),
+            experts=config.read_size(*(count_keys or ("num_experts",)), maximum=MAX_EXPERTS),
+            top=config.read_size(*top_keys, maximum=MAX_EXPERTS),
             **settings,  # type: ignore[arg-type]
         )
         if routing.top > routing.experts:
@@ -64,11 +70,16 @@ class Routing:
         chosen_groups: int = 1,
         scale: float = 1.0,
     ) -> "Routing":
-        """DeepSeek V3's: sigmoids, groups, and a correction that keeps experts equally busy.
+        """Reads DeepSeek V3's routing: sigmoids, groups, and a correction that balances the load of experts.
 
         Args:
-            scores, correction: as Routing has them.
-            groups, chosen_groups, scale: where the config does not say it.
+            config: config of the model.
+            count_keys: possible keys of the number of experts.
+            scores: as in Routing.
+            correction: as in Routing.
+            groups: number of groups if the config has none.
+            chosen_groups: number of chosen groups if the config has none.
+            scale: scale if the config has none.
         """
         groups = config.read_size("n_group", "num_expert_group", default=groups)
         routing = Routing.read(
@@ -94,63 +105,74 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the tensors of the block, below its name.
+    """Names of the block's tensors in a family's checkpoints, below the block's name.
 
-    Weights of experts are either one by one (`experts.3.gate_proj.weight`), or in one tensor of gate and up, and one of
-    down ([experts, rows, columns], as transformers 5 has them).
+    Weights of experts are stored either one by one (`experts.3.gate_proj.weight`), or in one tensor of gate and up, and
+    one of down ([experts, rows, columns], as in transformers 5).
     """
 
-    block: str = ""  # the block itself, where a layer's `mlp` is not there; "" if it always is
-    router: str = "gate"
-    one: str = "experts.{}"  # an expert by its number
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    gate_up_fused: str = "experts.gate_up_proj"  # of up alone, where experts have no gate
-    down_fused: str = "experts.down_proj"
-    shared: str = "shared_expert"
-    shared_gate: str = "shared_expert_gate"
-    latent: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
-    factors: str = ""  # the tensor [experts] that results of experts are multiplied by, where there is one
+    block: str = ""  # alternative name of the block, if a layer's `mlp` is missing; "" if it never is
+    router: str = "gate"  # router
+    one: str = "experts.{}"  # expert, by number
+    gate: str = "gate_proj"  # gate of an expert
+    up: str = "up_proj"  # up of an expert
+    down: str = "down_proj"  # down of an expert
+    gate_up_fused: str = "experts.gate_up_proj"  # fused gate and up, or up alone if experts have no gate
+    down_fused: str = "experts.down_proj"  # fused down
+    shared: str = "shared_expert"  # shared MLP
+    shared_gate: str = "shared_expert_gate"  # gate of the shared MLP
+    latent: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")  # projections to and from latent columns
+    factors: str = ""  # tensor [experts] of factors of the experts' results; "": there is none
 
 
 @dataclass(frozen=True)
 class Experts:
     """Σ share · down(act(gate(x)) · up(x)) over a token's experts, and the shared MLP's result if there is one.
 
-    Without a gate it is down(act(up(x))). With latent columns experts read a projection of x, and another one of their
-    sum is the result.
+    Without a gate it is down(act(up(x))). With latent columns experts read a projection of x, and another projection of
+    their sum is the result.
     """
 
-    routing: Routing
-    width: int  # columns of gate and of up, of one expert
-    # Epilogue of gate and up (plugins/gemm/gemm.py); without a gate, that of up (plugins/elementwise/activation.py).
+    routing: Routing  # choice of experts
+    width: int  # columns of gate and of up of one expert
+    # Epilogue of gate and up (plugins/gemm/gemm.py); without a gate, the one of up (plugins/elementwise/activation.py).
     activation: str = "swiglu"
-    bias: bool = False  # of gate, up and down
-    interleaved: bool = False  # fused tensors are [experts, columns, rows], and rows of gate and up alternate in them
-    latent: int = 0  # columns that experts read and give; 0: those of x
-    shared: GatedMlp | Mlp | None = None  # an MLP that all tokens go through
-    shared_is_gated: bool = False  # its result is multiplied by a sigmoid of x; not beside latent columns
-    names: ExpertNames = field(default_factory=ExpertNames)
+    bias: bool = False  # True if gate, up and down have a bias
+    interleaved: bool = False  # True if fused tensors are [experts, columns, rows] with alternating rows of gate and up
+    latent: int = 0  # columns of the experts' inputs and outputs; 0: as many as x
+    shared: GatedMlp | Mlp | None = None  # MLP for all tokens; None: there is none
+    # True if its result is multiplied by a sigmoid of x; not together with latent columns
+    shared_is_gated: bool = False
+    names: ExpertNames = field(default_factory=ExpertNames)  # names of tensors
 
     @staticmethod
     def read_activation(config: ConfigReader, *keys: str, default: str = "silu") -> str:
-        """Of experts with a gate."""
+        """Reads the activation of experts with a gate.
+
+        Args:
+            config: config of the model.
+            keys: possible keys.
+            default: activation if the config has none.
+        """
         return EPILOGUES[read_activation(config, *keys, default=default)]
 
     @staticmethod
     def read_width(config: ConfigReader, key: str = "moe_intermediate_size") -> int:
-        return config.read_size(key, most=MOST_COLUMNS)
+        """Reads the columns of one expert."""
+        return config.read_size(key, maximum=MAX_COLUMNS)
 
     @staticmethod
     def read_shared(
         config: ConfigReader, routing: Routing, mlp: GatedMlp, key: str = "n_shared_experts", default: int = 1
     ) -> "Experts":
-        """DeepSeek V3's, with those that all tokens go through as one MLP.
+        """Reads DeepSeek V3's experts, with the shared ones merged into one MLP.
 
         Args:
-            mlp: of layers without experts.
-            key: what the config calls the number of those; default: where it does not say it.
+            config: config of the model.
+            routing: choice of experts.
+            mlp: MLP of layers without experts.
+            key: key of the number of shared experts.
+            default: number of shared experts if the config has none.
         """
         width, shared = Experts.read_width(config), config.read(int, key, default=default)
         return Experts(
@@ -162,7 +184,14 @@ class Experts:
         )
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str, scored: ir.Value | None = None) -> ir.Value:
-        """scored: what the router reads, where that is not x."""
+        """Writes the mixture.
+
+        Args:
+            graph: graph to write into.
+            x: input.
+            tensor: name of the block in the checkpoint.
+            scored: input of the router; None means x.
+        """
         if self.names.block:
             router, layer = f".{self.names.router}.weight", tensor.rpartition(".")[0]
             either = (f"{tensor}{router}", f"{layer}.{self.names.block}{router}")
@@ -216,7 +245,7 @@ class Experts:
     def _weights(
         self, graph: GraphWriter, tensor: str, columns: int
     ) -> tuple[tuple[ir.Value, ir.Value | None], tuple[ir.Value, ir.Value | None]]:
-        """Of gate and up, one behind the other for each expert, or of up alone, and of down; each with its bias."""
+        """Returns weights and biases of gate and up (for each expert gate, then up) or of up alone, and of down."""
         weights, names, experts, width = graph.weights, self.names, self.routing.experts, self.width
         first = (names.gate, names.up) if self.activation in GATED else (names.up,)
         rows = len(first) * width

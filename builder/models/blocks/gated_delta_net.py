@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.config import MAX_HEAD_DIM, MAX_HEADS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
 from enginewright.builder.models.blocks.layers import check_conv_activation, read_taps
 from enginewright.builder.models.blocks.rope import RopeTable
@@ -15,35 +15,42 @@ from enginewright.plugins.plugin import width_of
 from enginewright.plugins.recurrence.causal_conv import CAUSAL_CONV
 from enginewright.plugins.recurrence.gated_delta import GATED_DELTA
 
-NORM_EPSILON = 1e-6  # of queries and keys, which is written into the models' code
+NORM_EPSILON = 1e-6  # for queries and keys; the models' code has it as a constant
 
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
     """out(norm(delta(silu(conv(qkv(x))), a(x), b(x))) · silu(z(x))), as wide as x."""
 
-    heads: int  # of values
-    key_heads: int  # of queries and keys, each for heads / key_heads heads of values
+    heads: int  # heads of values
+    key_heads: int  # heads of queries and keys, each for heads / key_heads heads of values
     key_dim: int  # columns of a head
     dim: int  # columns of a head of values
-    width: int  # tokens that the convolution sees, its own included
-    epsilon: float  # of the norm
-    fused: bool = False  # the checkpoint has q, k, v and z in one tensor, by key head, and b and a in another
+    width: int  # width of the convolution in tokens, the current one included
+    epsilon: float  # epsilon of the norm
+    fused: bool = False  # True if the checkpoint fuses q, k, v and z in one tensor, by key head, and b and a in another
 
     @staticmethod
     def read(config: ConfigReader, epsilon: float, fused: bool = False) -> "GatedDeltaNet":
+        """Reads the block.
+
+        Args:
+            config: config of the model.
+            epsilon: epsilon of the norm.
+            fused: True if tensors are fused.
+        """
         check_conv_activation(config)
-        heads = config.read_size("linear_num_value_heads", default=32, most=MOST_HEADS)
-        key_heads = config.read_size("linear_num_key_heads", default=16, most=MOST_HEADS)
+        heads = config.read_size("linear_num_value_heads", default=32, maximum=MAX_HEADS)
+        key_heads = config.read_size("linear_num_key_heads", default=16, maximum=MAX_HEADS)
         if heads % key_heads:
             raise config.error(
-                f"linear_num_value_heads is {heads}, no multiple of linear_num_key_heads, which is {key_heads}"
+                f"linear_num_value_heads is {heads}, which is not a multiple of linear_num_key_heads, {key_heads}"
             )
         return GatedDeltaNet(
             heads,
             key_heads,
-            config.read_size("linear_key_head_dim", default=128, most=MOST_HEAD_DIM),
-            config.read_size("linear_value_head_dim", default=128, most=MOST_HEAD_DIM),
+            config.read_size("linear_key_head_dim", default=128, maximum=MAX_HEAD_DIM),
+            config.read_size("linear_value_head_dim", default=128, maximum=MAX_HEAD_DIM),
             read_taps(config, "linear_conv_kernel_dim", 4),
             epsilon,
             fused,
@@ -52,7 +59,15 @@ class GatedDeltaNet:
     def write(
         self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
     ) -> ir.Value:
-        """layer: whose states they are. rope: not used, since a state has seen tokens in their order."""
+        """Writes the block.
+
+        Args:
+            graph: graph to write into.
+            x: input.
+            tensor: name of the block in the checkpoint.
+            layer: index of the layer, and of its states.
+            rope: not used: states already depend on the order of tokens.
+        """
         keys, values, name = self.key_heads * self.key_dim, self.heads * self.dim, f"layers.{layer}.linear_attention"
         if self.fused:
             self._cut(graph.weights, tensor)
@@ -98,7 +113,7 @@ class GatedDeltaNet:
         return graph.linear(normed, f"{tensor}.out_proj", width_of(x))
 
     def _cut(self, weights: Weights, tensor: str) -> None:
-        """The rows of a fused checkpoint: of each key head its q and k, and v and z of all heads that share it."""
+        """Cuts fused tensors, which have for each key head its q and k, and v and z of all heads that share it."""
         shared = self.heads // self.key_heads
         wide, narrow = (self.key_dim, self.key_dim, shared * self.dim, shared * self.dim), (shared, shared)
         q, k, v, z = _rows(self.key_heads, wide)
@@ -109,7 +124,7 @@ class GatedDeltaNet:
 
 
 def _rows(groups: int, widths: Sequence[int]) -> list[list[int]]:
-    """Where rows of several kinds lie side by side in each group: those of each kind, in the order of the groups."""
+    """Lists the rows of each kind, in the order of groups, where each group has rows of every kind in turn."""
     starts = [sum(widths[:kind]) for kind in range(len(widths))]
     return [
         [group * sum(widths) + start + row for group in range(groups) for row in range(width)]

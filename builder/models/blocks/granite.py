@@ -1,9 +1,8 @@
-"""What Granite's families share: factors on embeddings, on what layers add, and on logits; experts, and an MLP beside
-them that all tokens go through."""
+"""Parts that Granite's families share: factors of embeddings, residuals and logits, and experts with a shared MLP."""
 
 from dataclasses import replace
 
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks.attention import Attention, Heads
 from enginewright.builder.models.blocks.embedding import Embedding
@@ -13,17 +12,17 @@ from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.weights import Weights
 
 HARMLESS = {
-    "output_router_logits": Harmless("It says what transformers returns beside the logits."),
+    "output_router_logits": Harmless("It says what transformers returns in addition to the logits."),
     "router_aux_loss_coef": Harmless("It is about training, which is over."),
 }
 BLOCK, SHARED = "block_sparse_moe", "shared_mlp"  # in a layer's name
 
 
 def read_scaled(config: ConfigReader) -> tuple[Embedding, RmsNorm, RmsNorm]:
-    """The embedding, the norm of the layers, and that of their end, with the factors in them.
+    """Reads the embedding, the norm of the layers, and the last norm, with the factors applied.
 
-    Where each layer adds r · h to x, x / r is carried along, to which h is added: norms of it are norms of x, with an
-    epsilon of 1 / r² of theirs.
+    Where each layer adds r · h to x, the graph keeps x / r and adds h to it: norms of x / r equal norms of x with an
+    epsilon divided by r².
     """
     added = config.read_positive("residual_multiplier", default=1.0)
     norm = RmsNorm.read(config)
@@ -34,20 +33,33 @@ def read_scaled(config: ConfigReader) -> tuple[Embedding, RmsNorm, RmsNorm]:
 
 
 def read_attention(config: ConfigReader) -> Attention:
+    """Reads attention."""
     bias = config.read(bool, "attention_bias", default=False)
     scale = config.read_positive("attention_multiplier", default=1.0)
     return Attention(Heads.read(config), bias=bias, output_bias=bias, scale=scale)
 
 
 def read_shared(config: ConfigReader, default: int) -> GatedMlp | None:
-    """default: its width, where the config does not say it; with 0 there is none."""
+    """Reads the shared MLP; None if its width is 0.
+
+    Args:
+        config: config of the model.
+        default: its width if the config has none.
+    """
     if config.read(int, "shared_intermediate_size", default=default) == 0:
         return None
-    width = config.read_size("shared_intermediate_size", default=default, most=MOST_COLUMNS)
+    width = config.read_size("shared_intermediate_size", default=default, maximum=MAX_COLUMNS)
     return GatedMlp(width, read_activation(config))
 
 
 def read_experts(config: ConfigReader, weights: Weights, shared: GatedMlp | None) -> Experts:
+    """Reads the experts.
+
+    Args:
+        config: config of the model.
+        weights: weights, whose tensors get the usual names.
+        shared: shared MLP; None: there is none.
+    """
     for end, stored in (
         ("experts.gate_up_proj", "input_linear.weight"),
         ("experts.down_proj", "output_linear.weight"),
@@ -64,10 +76,14 @@ def read_experts(config: ConfigReader, weights: Weights, shared: GatedMlp | None
 
 
 def cut_shared(weights: Weights, layers: int, hidden: int, mlp: GatedMlp, name: str) -> None:
-    """The shared MLP is beside the experts in the checkpoint, with gate and up in one tensor.
+    """Cuts the shared MLP, a sibling of the experts in the checkpoint with gate and up in one tensor.
 
     Args:
-        name: what the block calls it, behind the layer's name.
+        weights: weights to cut.
+        layers: number of layers.
+        hidden: columns of the residual stream.
+        mlp: the shared MLP.
+        name: name of the MLP's tensors in the block, below the layer's name.
     """
     for layer in (f"model.layers.{index}" for index in range(layers)):
         weights.cut(f"{layer}.{SHARED}.input_linear", mlp.cut_fused(f"{layer}.{name}"))

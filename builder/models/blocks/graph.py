@@ -27,34 +27,39 @@ Attribute = int | float | str | Sequence[int]
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a layer leaves behind it of each token."""
+    """Cache of a layer, by token."""
 
-    kv_heads: int
+    kv_heads: int  # heads of keys and values
     head_dim: int  # columns of a head
-    window: int  # positions that are read, the query's own included; 0 is all
-    planes: tuple[str, ...] = ("key", "value")  # of kv_heads · head_dim numbers each
+    window: int  # positions that are read, including the query's own; 0 is all
+    planes: tuple[str, ...] = ("key", "value")  # planes of kv_heads · head_dim numbers each
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a recurrence in a layer keeps of all tokens before."""
+    """State of a recurrence in a layer."""
 
-    tensors: Mapping[str, tuple[int, ...]]  # their shapes, by name
+    tensors: Mapping[str, tuple[int, ...]]  # shapes of tensors by name
 
 
 class GraphWriter:
-    """Blocks write one node after the other with it; `finish` makes the model of them.
+    """Writes nodes in order; `finish` makes the model.
 
     Tensors are named without their `.weight` and `.bias`: `model.layers.0.mlp.up_proj`.
 
     Attributes:
-        weights: initializers by the names of tensors.
+        weights: initializers by tensor name.
         tokens: INT64 [1, T].
-        positions: of the tokens, INT64 [1, T].
+        positions: positions of the tokens, INT64 [1, T].
     """
 
     def __init__(self, weights: Weights, max_positions: int) -> None:
-        """max_positions: the most that a sequence may have."""
+        """Starts an empty graph.
+
+        Args:
+            weights: weights of the checkpoint.
+            max_positions: positions of the longest sequence.
+        """
         self.weights = weights
         self.tokens = _input("tokens", ir.DataType.INT64, (1, T))
         self.positions = _input("positions", ir.DataType.INT64, (1, T))
@@ -72,14 +77,30 @@ class GraphWriter:
         self._pooling: Pooling | None = None
 
     def op(self, op_type: str, inputs: Sequence[ir.Value], name: str, dims: Dims, **attributes: Attribute) -> ir.Value:
-        """The one output of a standard op, FLOAT, which has the node's name."""
+        """Writes a standard op with one FLOAT output, named like the node.
+
+        Args:
+            op_type: type of the op.
+            inputs: inputs.
+            name: name of the node and of its output.
+            dims: shape of the output.
+            attributes: attributes of the op.
+        """
         (output,) = self.node(op_type, inputs, name, [dims], **attributes).outputs
         return output
 
     def node(
         self, op_type: str, inputs: Sequence[ir.Value | None], name: str, dims: Sequence[Dims], **attributes: Attribute
     ) -> ir.Node:
-        """A standard op. dims: of each of its outputs, which are FLOAT."""
+        """Writes a standard op with FLOAT outputs.
+
+        Args:
+            op_type: type of the op.
+            inputs: inputs.
+            name: name of the node.
+            dims: shape of each output.
+            attributes: attributes of the op.
+        """
         converted = [ir.convenience.convert_attribute(*item) for item in attributes.items()]
         outputs = [ir.Value(type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(own)) for own in dims]
         return self._append(ir.Node("", op_type, inputs, converted, outputs=outputs), name)
@@ -87,11 +108,23 @@ class GraphWriter:
     def plugin(
         self, plugin: Plugin, inputs: Sequence[ir.Value | None], name: str, **attributes: int | float | str
     ) -> ir.Node:
-        """An op of ours."""
+        """Writes a plugin's op.
+
+        Args:
+            plugin: the plugin.
+            inputs: inputs.
+            name: name of the node and of its first output.
+            attributes: attributes of the op.
+        """
         return self._append(plugin.node(inputs, **attributes), name)
 
     def constant(self, name: str, data: npt.NDArray[np.generic]) -> ir.Value:
-        """A small initializer that is no tensor of the checkpoint; one a name."""
+        """Returns a small initializer that is not a tensor of the checkpoint; the same one for the same name.
+
+        Args:
+            name: its name.
+            data: its value.
+        """
         if name not in self._constants:
             tensor = ir.tensor(data, name=name)
             value = ir.Value(
@@ -101,7 +134,13 @@ class GraphWriter:
         return self._constants[name]
 
     def split(self, x: ir.Value, name: str, *widths: int) -> list[ir.Value]:
-        """Columns of x, one run behind the other."""
+        """Splits the columns of x.
+
+        Args:
+            x: value to split.
+            name: name of the node.
+            widths: number of columns of each part, in order.
+        """
         sizes = self.constant(f"split_{'_'.join(map(str, widths))}", np.array(widths, np.int64))
         dims = [(*dims_of(x)[:-1], width) for width in widths]
         node = self.node("Split", [x, sizes], name, dims, axis=-1)
@@ -110,22 +149,36 @@ class GraphWriter:
         return list(node.outputs)
 
     def join(self, parts: Sequence[ir.Value], name: str) -> ir.Value:
-        """Columns of several values, side by side."""
+        """Concatenates the columns of several values."""
         width = sum(map(width_of, parts))
         return self.op("Concat", parts, name, (*dims_of(parts[0])[:-1], width), axis=-1)
 
     def scale(self, x: ir.Value, tensor: str) -> ir.Value:
-        """x times the one number of a tensor: plugins/elementwise/scale.py."""
+        """Writes x times the one number of a tensor (plugins/elementwise/scale.py)."""
         return self.plugin(SCALE, [x, self.weights.exact(tensor, 1)], short(tensor)).outputs[0]
 
     def activation(self, activation: str, x: ir.Value, name: str, gate: ir.Value | None = None) -> ir.Value:
-        """activation(x), or x · activation(gate): plugins/elementwise/activation.py."""
+        """Writes activation(x), or x · activation(gate) (plugins/elementwise/activation.py).
+
+        Args:
+            activation: name of the activation.
+            x: input.
+            name: name of the node.
+            gate: gate; None: there is none.
+        """
         inputs = [x] if gate is None else [x, gate]
         node = self.plugin(ACTIVATION, inputs, name, activation=activation, to=int(ir.DataType.FLOAT), group=0)
         return node.outputs[0]
 
     def linear(self, x: ir.Value, tensor: str, width: int, bias: bool = False) -> ir.Value:
-        """x weightᵀ (+ bias), with as many rows as x."""
+        """Writes x · weightᵀ (+ bias), with as many rows as x.
+
+        Args:
+            x: input.
+            tensor: name of the layer in the checkpoint.
+            width: columns of the result.
+            bias: True if the layer has a bias.
+        """
         name, dims = short(tensor), (*dims_of(x)[:-1], width)
         weight = self.weights.tensor(f"{tensor}.weight", (width, width_of(x)))
         across = self.op("Transpose", [weight], f"{name}.transposed", (width_of(x), width), perm=[1, 0])
@@ -135,15 +188,15 @@ class GraphWriter:
         return self.op("Add", [product, self.weights.tensor(f"{tensor}.bias", (width,))], name, dims)
 
     def add(self, x: ir.Value, delta: ir.Value) -> ir.Value:
-        """The residual and what a part of the layer adds to it."""
+        """Writes the sum of the residual x and the output of a part of a layer."""
         return self.op("Add", [x, delta], f"{delta.name}.residual", dims_of(x))
 
     def end_layer(self, x: ir.Value) -> None:
-        """Says that a layer is whole: x is what the next one, or the last norm, reads (passes/first_layers.py)."""
+        """Marks the end of a layer: the next one, or the last norm, reads x (passes/first_layers.py)."""
         self._layer_ends.append(x)
 
     def past(self, layer: int, cache: LayerCache) -> list[ir.Value]:
-        """The layer's keys and values of all positions before, [1, kv_heads, P, head_dim] each."""
+        """Adds the inputs of a layer's past keys and values, [1, kv_heads, P, head_dim] each."""
         assert layer not in self._caches, f"layer {layer} has a cache already"
         self._caches[layer] = cache
         dims = (1, cache.kv_heads, P, cache.head_dim)
@@ -152,21 +205,21 @@ class GraphWriter:
         return past
 
     def present(self, layer: int, *values: ir.Value) -> None:
-        """Says which values the layer's next past is, [1, kv_heads, P + T, head_dim] each."""
+        """Makes these values the layer's next past, [1, kv_heads, P + T, head_dim] each."""
         for kind, value in zip(self._caches[layer].planes, values, strict=True):
             value.name = f"present_{kind}.{layer}"
         self._present += values
 
     def share(self, layer: int, values: Sequence[ir.Value]) -> None:
-        """Keeps what a layer's attention reads, for that of other layers."""
+        """Keeps the inputs of a layer's attention, for the attention of other layers."""
         self._shared[layer] = values
 
     def shared(self, layer: int) -> Sequence[ir.Value]:
-        """What the layer's attention reads."""
+        """Returns the kept inputs of a layer's attention."""
         return self._shared[layer]
 
     def past_state(self, layer: int, state: LayerState) -> dict[str, ir.Value]:
-        """The layer's recurrent state behind all positions before, [1, …] each, by name."""
+        """Adds the inputs of a layer's recurrent state after all past positions, [1, …] each, by name."""
         assert layer not in self._states, f"layer {layer} has a state already"
         self._states[layer] = state
         past = {
@@ -177,29 +230,33 @@ class GraphWriter:
         return past
 
     def present_state(self, layer: int, **present: ir.Value) -> None:
-        """Says which values the layer's next past state is."""
+        """Makes these values the layer's next past state."""
         for name, value in present.items():
             value.name = f"present_{name}.{layer}"
         self._present += present.values()
 
     def token_types(self) -> ir.Value:
-        """0 for a token of the first text, 1 of the second one: INT64 [1, T]."""
+        """Returns the input of token types: 0 for a token of the first text, 1 for the second, INT64 [1, T]."""
         if not self._types:
             self._types.append(_input("token_types", ir.DataType.INT64, (1, T)))
         return self._types[0]
 
     def hidden_before(self, width: int) -> ir.Value:
-        """What the model has computed of the token before each, FLOAT [1, T, width]: an input."""
+        """Adds the input of the model's hidden state of the token before each, FLOAT [1, T, width]."""
         self._hidden.append(_input(HIDDEN_BEFORE, ir.DataType.FLOAT, (1, T, width)))
         return self._hidden[0]
 
     def embeds(self, pooling: Pooling) -> None:
-        """The model gives one row for each text, and no logits."""
+        """Makes this an embedding model: its result is one row per text instead of logits."""
         self._pooling = pooling
         self._max_positions = min(self._max_positions, pooling.max_tokens or self._max_positions)
 
     def finish(self, result: ir.Value) -> ir.Model:
-        """result: logits, or what the model embeds a text as."""
+        """Makes the model.
+
+        Args:
+            result: logits, or embeddings of texts.
+        """
         result.name = "logits" if self._pooling is None else self._pooling.embedding.result
         graph = ir.Graph(
             [self.tokens, self.positions, *self._types, *self._hidden, *self._past],
@@ -209,7 +266,7 @@ class GraphWriter:
             opset_imports={"": OPSET, DOMAIN: 1},
             name="decoder",
         )
-        # Layers whose caches are alike share a group, and with it slots and block tables.
+        # Layers with equal caches share a group, and with it slots and block tables.
         groups = [
             {"layers": [layer for layer, own in self._caches.items() if own == cache], **asdict(cache)}
             for cache in dict.fromkeys(self._caches.values())
@@ -236,7 +293,7 @@ class GraphWriter:
 
 
 def short(tensor: str) -> str:
-    """The name of the node that uses a tensor, which is none of a tensor: those of experts may have no `.weight`."""
+    """Returns the name of the node that uses a tensor, which is never a tensor's: experts may lack `.weight`."""
     return tensor.removeprefix("model.").removeprefix("mtp.")
 
 

@@ -1,10 +1,10 @@
-"""Qwen's hybrids: gated delta nets, and attention with an output gate in every so many layers."""
+"""Qwen's hybrids: gated delta nets, and attention with an output gate in every n-th layer."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
 from enginewright.builder.models.blocks.attention import Attention, Heads
 from enginewright.builder.models.blocks.decoder import DecoderParts, Layer, write_decoder
@@ -19,7 +19,7 @@ from enginewright.builder.models.blocks.norm import RmsNorm
 from enginewright.builder.models.blocks.rope import read_rope
 from enginewright.builder.weights import Weights
 
-_GUESSES = "It is about guesses of further tokens, which answers do not depend on."
+_DRAFTS = "It is about draft tokens, which answers do not depend on."
 MTP = MtpNames(
     prefix="mtp.",
     embedding_norm="mtp.pre_fc_norm_embedding",
@@ -31,8 +31,8 @@ MTP = MtpNames(
 HARMLESS = {
     "attn_output_gate": Harmless("Attention has an output gate.", (True,)),
     "mamba_ssm_dtype": Harmless("States are kept in fp32.", ("float32",)),
-    "mtp_num_hidden_layers": Harmless(_GUESSES),
-    "mtp_use_dedicated_embeddings": Harmless(_GUESSES),
+    "mtp_num_hidden_layers": Harmless(_DRAFTS),
+    "mtp_use_dedicated_embeddings": Harmless(_DRAFTS),
 }
 
 
@@ -42,12 +42,13 @@ def read_hybrid(
     harmless: Mapping[str, Harmless] = HARMLESS,
     fused: bool = False,
 ) -> tuple[DecoderParts, Layer]:
-    """The whole model, and the layer that guesses.
+    """Reads the whole model, and its layer of multi-token prediction.
 
     Args:
+        config: config of the model.
         read_mlps: (config, number of layers) → the MLP of each layer.
         harmless: keys that cannot change a result.
-        fused: as GatedDeltaNet has it.
+        fused: as in GatedDeltaNet.
     """
     embedding, norm, head = Embedding.read(config), RmsNorm.read(config, offset=1.0), Head.read(config)
     heads, bias = Heads.read(config, default_dim=256), config.read(bool, "attention_bias", default=False)
@@ -64,28 +65,45 @@ def read_hybrid(
         else Layer(recurrence, mlp, norm, names=("linear_attn", "mlp"), rope=rope)
         for is_attention, mlp in zip(attends, mlps, strict=True)
     ]
-    guessing = Layer(attention, mlps[-1], norm, rope=rope)
-    return DecoderParts(max_positions, embedding, layers, norm, head), guessing
+    mtp_layer = Layer(attention, mlps[-1], norm, rope=rope)
+    return DecoderParts(max_positions, embedding, layers, norm, head), mtp_layer
 
 
 def build_hybrid(weights: Weights, parts: DecoderParts) -> ir.Model:
+    """Builds the dense graph of a hybrid."""
     weights.leave_out("mtp.", LEFT_OUT)
     return write_decoder(weights, *parts)
 
 
 def build_hybrid_mtp(config: ConfigReader, weights: Weights, parts: DecoderParts, layer: Layer) -> ir.Model | None:
+    """Builds the graph of the multi-token prediction layer; None if the checkpoint has none.
+
+    Args:
+        config: config of the model.
+        weights: weights of the checkpoint.
+        parts: parts of the model.
+        layer: the layer.
+    """
     if not weights.has_any("mtp."):
         return None
     if config.read(bool, "mtp_use_dedicated_embeddings", default=False):
-        raise config.unsupported("mtp_use_dedicated_embeddings", "What guesses has the model's own embedding.")
-    weights.leave_out("mtp.layers.1.", "of a second layer that guesses: the first one makes all guesses")
+        raise config.unsupported("mtp_use_dedicated_embeddings", "Draft layers have to use the model's embedding.")
+    weights.leave_out("mtp.layers.1.", "of a second multi-token prediction layer: the first one makes all draft tokens")
     return write_mtp(weights, parts, layer, MTP)
 
 
 def read_experts(config: ConfigReader, layers: int) -> Sequence[GatedMlp | Experts]:
-    """Experts beside an MLP that all tokens share, with a gate of its own; plain MLPs in the layers that are named."""
+    """Reads experts with a gated shared MLP, or plain MLPs in the layers that the config names.
+
+    Args:
+        config: config of the model.
+        layers: number of layers.
+
+    Returns:
+        The MLP of each layer.
+    """
     activation = read_activation(config)
-    shared = GatedMlp(config.read_size("shared_expert_intermediate_size", most=MOST_COLUMNS), activation)
+    shared = GatedMlp(config.read_size("shared_expert_intermediate_size", maximum=MAX_COLUMNS), activation)
     normalized = config.read(bool, "norm_topk_prob", default=True)
     experts = Experts(
         Routing.read(config, "num_experts", "num_local_experts", normalized=normalized),
@@ -95,13 +113,13 @@ def read_experts(config: ConfigReader, layers: int) -> Sequence[GatedMlp | Exper
         shared_is_gated=True,
     )
     is_sparse = read_sparse_layers(config)
-    width = config.read_size("intermediate_size", default=shared.width, most=MOST_COLUMNS)
+    width = config.read_size("intermediate_size", default=shared.width, maximum=MAX_COLUMNS)
     plain = GatedMlp(width, activation)
     return [experts if sparse else plain for sparse in is_sparse[:layers]]
 
 
 def _read_attends(config: ConfigReader) -> Sequence[bool]:
-    """Which layers attend: where there is no list, every so many."""
+    """Reads which layers attend; without a list, every n-th one does."""
     interval = config.read_size("full_attention_interval", default=4)
     default = [(layer + 1) % interval == 0 for layer in range(read_layer_count(config))]
     return read_kinds(config, {"full_attention": True, "linear_attention": False}, default)

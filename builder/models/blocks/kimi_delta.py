@@ -1,5 +1,7 @@
 """Kimi's delta attention: a gated delta net in whose states each channel of a key decays by itself.
-https://arxiv.org/abs/2510.26692"""
+
+https://arxiv.org/abs/2510.26692
+"""
 
 from dataclasses import dataclass
 
@@ -12,24 +14,34 @@ from enginewright.plugins.plugin import width_of
 from enginewright.plugins.recurrence.causal_conv import CAUSAL_CONV
 from enginewright.plugins.recurrence.gated_delta import GATED_DELTA
 
-NORM_EPSILON = 1e-6  # of queries and keys, which is written into the model's code
+NORM_EPSILON = 1e-6  # for queries and keys; the model's code has it as a constant
 PARTS = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
 class KimiDelta:
-    """o(norm(delta(silu(conv(q(x))), …k…, …v…, f(x), b(x))) · sigmoid(g(x))), as wide as x. f and g have few columns in
-    between, as many as a head."""
+    """o(norm(delta(silu(conv(q(x))), …k…, …v…, f(x), b(x))) · sigmoid(g(x))), as wide as x.
 
-    heads: int
-    dim: int  # columns of a head: of queries, keys and values
-    width: int  # tokens that the convolutions see, their own included
-    norm: RmsNorm  # of each head
+    f and g are products of two matrices, with as many columns in between as a head.
+    """
+
+    heads: int  # number of heads
+    dim: int  # columns of a head of queries, keys and values
+    width: int  # width of the convolutions in tokens, the current one included
+    norm: RmsNorm  # norm of each head
 
     def write(
         self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
     ) -> ir.Value:
-        """layer: whose states they are. rope: not used, since a state has seen tokens in their order."""
+        """Writes the block.
+
+        Args:
+            graph: graph to write into.
+            x: input.
+            tensor: name of the block in the checkpoint.
+            layer: index of the layer, and of its states.
+            rope: not used: states already depend on the order of tokens.
+        """
         columns, name, weights = self.heads * self.dim, f"layers.{layer}.linear_attention", graph.weights
         self._find_taps(graph, tensor)
         shapes = {f"conv_{part}": (self.width - 1, columns) for part in PARTS}
@@ -47,7 +59,7 @@ class KimiDelta:
             ).outputs
             mixed.append(y)
             y.name = f"{name}.{part}"
-        # transformers has them in a module of their own.
+        # In transformers they are in a submodule.
         gate = weights.first_of(f"{tensor}.dt_bias", f"{tensor}.forget_gate.dt_bias").removesuffix(".dt_bias")
         decay = graph.linear(graph.linear(x, f"{gate}.f_a_proj", self.dim), f"{gate}.f_b_proj", columns)
         beta = graph.linear(x, f"{tensor}.b_proj", self.heads)
@@ -69,7 +81,7 @@ class KimiDelta:
         return graph.linear(gated, f"{tensor}.o_proj", width_of(x))
 
     def _find_taps(self, graph: GraphWriter, tensor: str) -> None:
-        """transformers has those of all three in one tensor."""
+        """Cuts the taps of all three convolutions, which transformers stores in one tensor."""
         columns, names = self.heads * self.dim, [f"{tensor}.{part}_conv1d" for part in PARTS]
         fused = f"{tensor}.conv1d"
         if graph.weights.first_of(f"{names[0]}.weight", f"{fused}.weight").startswith(fused):

@@ -1,4 +1,4 @@
-"""What LFM2's families share: short convolutions with two gates in most layers, attention in the others."""
+"""Parts that LFM2's families share: double-gated short convolutions in most layers, attention in the others."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,15 +26,17 @@ def build_lfm2(
     attends: Sequence[bool],
     harmless: Mapping[str, Harmless],
 ) -> ir.Model:
-    """The whole model.
+    """Builds the dense graph.
 
     Args:
-        mlps: of each layer.
-        attends: whether each layer does, where the config has no `layer_types`.
+        config: config of the model.
+        weights: weights of the checkpoint.
+        mlps: MLP of each layer.
+        attends: True for each layer with attention, if the config has no `layer_types`.
         harmless: keys that cannot change a result.
     """
     embedding, norm = Embedding.read(config), RmsNorm(config.read_positive("norm_eps", default=1e-5))
-    # As transformers has it: the older key counts, where both are there.
+    # As in transformers, the older key counts if both are present.
     tied = config.read(bool, "tie_word_embeddings", default=True)
     head = Head(embedding.vocab, config.read(bool, "tie_embedding", default=tied))
     attention = Attention(

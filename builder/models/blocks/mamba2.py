@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_HEAD_DIM, MOST_HEADS, ConfigReader
+from enginewright.builder.config import MAX_HEAD_DIM, MAX_HEADS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, LayerState
 from enginewright.builder.models.blocks.layers import check_conv_activation, read_taps
 from enginewright.builder.models.blocks.rope import RopeTable
@@ -18,31 +18,37 @@ from enginewright.plugins.recurrence.selective_state import SELECTIVE_STATE
 class Mamba2:
     """out(norm(scan(silu(conv(v, B, C)), dt) · silu(z))), as wide as x, where all of them are in_proj(x)."""
 
-    heads: int
+    heads: int  # number of heads
     dim: int  # columns of a head
-    groups: int  # of B and C, each for heads / groups heads
+    groups: int  # groups of B and C, each for heads / groups heads
     state: int  # columns of B and of C
-    width: int  # tokens that the convolution sees, its own included
-    epsilon: float  # of the norm, which is of each group's heads together
-    bias: bool = False  # of in_proj and out_proj
-    conv_bias: bool = True
-    dt_min: float = 0.0  # the least step
-    gate: str = "before"  # z is multiplied with before the norm, or "after" it; "alone": there is no norm
+    width: int  # width of the convolution in tokens, the current one included
+    epsilon: float  # epsilon of the norm, which is over each group's heads together
+    bias: bool = False  # True if in_proj and out_proj have a bias
+    conv_bias: bool = True  # True if the convolution has a bias
+    dt_min: float = 0.0  # smallest step
+    gate: str = "before"  # multiplication by z "before" or "after" the norm; "alone": there is no norm
 
     @staticmethod
     def read(config: ConfigReader, values: int, epsilon: float) -> "Mamba2":
-        """Of a config whose keys begin with `mamba_`. values: columns of all heads."""
+        """Reads the block from a config whose keys begin with `mamba_`.
+
+        Args:
+            config: config of the model.
+            values: columns of all heads.
+            epsilon: epsilon of the norm.
+        """
         check_conv_activation(config)
-        heads = config.read_size("mamba_n_heads", default=128, most=MOST_HEADS)
-        groups = config.read_size("mamba_n_groups", default=1, most=MOST_HEADS)
+        heads = config.read_size("mamba_n_heads", default=128, maximum=MAX_HEADS)
+        groups = config.read_size("mamba_n_groups", default=1, maximum=MAX_HEADS)
         if config.holds("mamba_d_head", "auto") or config.holds("mamba_d_head", None):
             dim = values // heads
         else:
-            dim = config.read_size("mamba_d_head", most=MOST_HEAD_DIM)
+            dim = config.read_size("mamba_d_head", maximum=MAX_HEAD_DIM)
         if heads * dim != values:
             raise config.error(f"mamba_n_heads is {heads}, and mamba_d_head {dim}, but all heads have {values} columns")
         if heads % groups:
-            raise config.error(f"mamba_n_heads is {heads}, no multiple of mamba_n_groups, which is {groups}")
+            raise config.error(f"mamba_n_heads is {heads}, which is not a multiple of mamba_n_groups, {groups}")
         limits = config.read(list, "time_step_limit", default=[0.0, None])
         if len(limits) != 2 or limits[0] != 0 or limits[1] not in (None, float("inf"), {"__float__": "Infinity"}):
             raise config.unsupported(f"time_step_limit = {limits}", "Implemented is [0, Infinity].")
@@ -50,7 +56,7 @@ class Mamba2:
             heads,
             dim,
             groups,
-            state=config.read_size("mamba_d_state", default=256, most=MOST_HEAD_DIM),
+            state=config.read_size("mamba_d_state", default=256, maximum=MAX_HEAD_DIM),
             width=read_taps(config, "mamba_d_conv", 4),
             epsilon=epsilon,
             bias=config.read(bool, "mamba_proj_bias", default=False),
@@ -60,7 +66,15 @@ class Mamba2:
     def write(
         self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
     ) -> ir.Value:
-        """layer: whose states they are. rope: not used, since a state has seen tokens in their order."""
+        """Writes the block.
+
+        Args:
+            graph: graph to write into.
+            x: input.
+            tensor: name of the block in the checkpoint.
+            layer: index of the layer, and of its states.
+            rope: not used: states already depend on the order of tokens.
+        """
         values, keys, name = self.heads * self.dim, self.groups * self.state, f"layers.{layer}.mamba"
         mixed_width = values + 2 * keys
         projected = graph.linear(x, f"{tensor}.in_proj", values + mixed_width + self.heads, self.bias)

@@ -1,11 +1,11 @@
-"""The part of a layer that looks at each token by itself."""
+"""MLPs: the part of a layer that works on each token alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.builder.config import MOST_COLUMNS, ConfigReader
+from enginewright.builder.config import MAX_COLUMNS, ConfigReader
 from enginewright.builder.models.blocks.graph import GraphWriter, short
 from enginewright.plugins.plugin import dims_of, width_of
 
@@ -16,24 +16,36 @@ class GatedMlp:
 
     width: int  # columns of gate and up each
     activation: str  # one of ACTIVATIONS
-    bias: bool = False  # of gate, up and down
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # in the checkpoint
+    bias: bool = False  # True if gate, up and down have a bias
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names of gate, up and down in the checkpoint
 
     @staticmethod
     def read(config: ConfigReader, *keys: str, activation: str = "silu", bias: bool = False) -> "GatedMlp":
-        """keys: the names that the activation may have. activation: where the config does not say it."""
+        """Reads the MLP.
+
+        Args:
+            config: config of the model.
+            keys: possible keys of the activation.
+            activation: activation if the config has none.
+            bias: True if the layers have a bias.
+        """
         return GatedMlp(
-            config.read_size("intermediate_size", most=MOST_COLUMNS),
+            config.read_size("intermediate_size", maximum=MAX_COLUMNS),
             read_activation(config, *keys, default=activation),
             bias,
         )
 
     def cut_fused(self, tensor: str) -> dict[str, Sequence[int]]:
-        """The rows of gate and up where they are one tensor, one behind the other: for Weights.cut."""
+        """Returns the rows of gate and up in one fused tensor, for Weights.cut.
+
+        Args:
+            tensor: name of the block, whose gate and up follow each other in the fused tensor.
+        """
         rows = {"gate": range(self.width), "up": range(self.width, 2 * self.width)}
         return {f"{tensor}.{part}_proj": part_rows for part, part_rows in rows.items()}
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+        """Writes the MLP."""
         name = short(tensor)
         gate_name, up_name, down_name = self.names
         gate = graph.linear(x, f"{tensor}.{gate_name}", self.width, self.bias)
@@ -44,7 +56,7 @@ class GatedMlp:
 
 
 def read_activation(config: ConfigReader, *keys: str, default: str = "silu") -> str:
-    """One of ACTIVATIONS, from the first of these keys that is there."""
+    """Reads one of ACTIVATIONS from the first of these keys that is present."""
     keys = keys or ("hidden_act",)
     activation = config.read(str, *keys, default=default)
     if activation not in ACTIVATIONS:
@@ -58,19 +70,28 @@ class Mlp:
 
     width: int  # columns of up
     activation: str  # one of PLAIN_ACTIVATIONS
-    bias: bool = True  # of both
-    up_name: str = "c_fc"  # in the checkpoint
-    down_name: str = "c_proj"  # in the checkpoint
+    bias: bool = True  # True if up and down have a bias
+    up_name: str = "c_fc"  # name of up in the checkpoint
+    down_name: str = "c_proj"  # name of down in the checkpoint
 
     @staticmethod
     def read(config: ConfigReader, width: int, bias: bool = True, *, key: str, activation: str) -> "Mlp":
-        """key: what the config calls the activation; `activation` where it does not say it."""
+        """Reads the MLP.
+
+        Args:
+            config: config of the model.
+            width: columns of up.
+            bias: True if the layers have a bias.
+            key: key of the activation.
+            activation: activation if the config has none.
+        """
         activation = config.read(str, key, default=activation)
         if activation not in PLAIN_ACTIVATIONS:
             raise config.unsupported(f"{key} = {activation!r}", f"Implemented are {', '.join(PLAIN_ACTIVATIONS)}.")
         return Mlp(width, activation, bias)
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+        """Writes the MLP."""
         up = graph.linear(x, f"{tensor}.{self.up_name}", self.width, self.bias)
         active = graph.activation(PLAIN_ACTIVATIONS[self.activation], up, f"{short(tensor)}.active")
         return graph.linear(active, f"{tensor}.{self.down_name}", width_of(x), self.bias)
@@ -85,13 +106,13 @@ def _silu(graph: GraphWriter, x: ir.Value, name: str) -> ir.Value:
     return graph.op("Mul", [x, sigmoid], f"{name}.active", dims_of(x))
 
 
-# By the name in config.json: what writes it, of a value and the name of its block.
+# Writers by the activation's name in config.json: (graph, value, name of the block) → activated value.
 ACTIVATIONS: Mapping[str, Callable[[GraphWriter, ir.Value, str], ir.Value]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "silu": _silu,
 }
 
-# By the name in config.json: that of plugins/elementwise/activation.py, for MLPs without a gate.
+# Names in plugins/elementwise/activation.py by those in config.json, for MLPs without a gate.
 PLAIN_ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",

@@ -1,13 +1,13 @@
-"""The layer that a checkpoint carries to guess with: multi-token prediction. https://arxiv.org/abs/2412.19437, §2.2
+"""Multi-token prediction: a layer in the checkpoint that drafts tokens. https://arxiv.org/abs/2412.19437, §2.2
 
-It reads the embedding of a token and the model's hidden state before it, and says what comes behind that token:
+It reads the embedding of a token and the model's hidden state before it, and predicts the token that follows:
 
     x = fc([norm(embedding of token i + 1), norm(hidden state of token i)]),  a layer like the model's own,  a norm,
     and the model's own head
 
-Hidden states are those behind the model's last norm. What the layer gives behind its own norm takes their place where
-it guesses a token more. After qwen3_5_mtp.py and deepseek_mtp.py of vllm/model_executor/models, of which the second
-feeds back what comes before its norm.
+Hidden states are the model's after its last norm. When the layer drafts one more token, its own output after its norm
+takes their place. After qwen3_5_mtp.py and deepseek_mtp.py of vllm/model_executor/models, of which the second
+feeds back the output before its norm.
 """
 
 from dataclasses import dataclass
@@ -18,27 +18,29 @@ from enginewright.builder.models.blocks.decoder import DecoderParts, Layer
 from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.weights import Weights
 
-LEFT_OUT = "of the part that guesses further tokens, which --draft auto takes"  # a note, where nothing takes it
+LEFT_OUT = "of multi-token prediction, which --draft auto uses"  # note if nothing uses it
 
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Its tensors in the checkpoint."""
+    """Names of the layer's tensors in the checkpoint."""
 
-    prefix: str  # of them all
-    embedding_norm: str
-    hidden_norm: str
-    joined: str  # the linear layer that reads both
-    layer: str
-    norm: str
+    prefix: str  # prefix of all of them
+    embedding_norm: str  # norm of the embedding
+    hidden_norm: str  # norm of the hidden state
+    joined: str  # linear layer that reads both
+    layer: str  # the decoder layer
+    norm: str  # last norm
 
 
 def write_mtp(weights: Weights, parts: DecoderParts, layer: Layer, names: MtpNames) -> ir.Model:
-    """A graph of its own.
+    """Writes a graph of the layer alone.
 
     Args:
-        parts: of the model.
-        layer: like those of the model.
+        weights: weights of the checkpoint.
+        parts: parts of the model.
+        layer: the layer, like those of the model.
+        names: names of its tensors.
     """
     norm, width = parts.norm, parts.embedding.hidden
     graph = GraphWriter(weights, parts.max_positions)
@@ -53,10 +55,15 @@ def write_mtp(weights: Weights, parts: DecoderParts, layer: Layer, names: MtpNam
     return graph.finish(logits)
 
 
-def write_mtp_behind(weights: Weights, parts: DecoderParts, layer: Layer) -> ir.Model | None:
-    """The same of families that store it as one more layer of the model; None where a checkpoint has none.
+def write_mtp_after_layers(weights: Weights, parts: DecoderParts, layer: Layer) -> ir.Model | None:
+    """Writes the layer of families that store it as one more layer after the model's; None if a checkpoint has none.
 
-    What such layers have of the embedding and the head is what the model itself has.
+    Its embedding and head are the model's own, whatever the layer stores of them.
+
+    Args:
+        weights: weights of the checkpoint.
+        parts: parts of the model.
+        layer: the layer, like those of the model.
     """
     own = f"model.layers.{len(parts.layers)}"
     if not weights.has_any(f"{own}."):

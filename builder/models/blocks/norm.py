@@ -1,4 +1,4 @@
-"""Norms: of the residual stream, of what a part of a layer adds to it, of each head."""
+"""Norms of the residual stream, of the outputs of a layer's parts, and of heads."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,25 @@ from enginewright.plugins.plugin import dims_of, width_of
 class RmsNorm:
     """x / √(mean(x²) + epsilon) · (weight + offset), over the last dimension."""
 
-    epsilon: float
+    epsilon: float  # added to the mean of squares
     offset: float = 0.0  # added to the weight: 1 where a checkpoint stores the weight less 1
-    scale: float = 1.0  # of the result; it is in the weight, which is fp32
-    weighted: bool = True  # whether there is a weight; without one it counts as 1
-    weight_name: str = "weight"  # in the checkpoint
+    scale: float = 1.0  # scale of the result; multiplied into the weight, which is fp32
+    weighted: bool = True  # True if there is a weight; otherwise it counts as 1
+    weight_name: str = "weight"  # name of the weight in the checkpoint
 
     @staticmethod
     def read(config: ConfigReader, offset: float = 0.0, epsilon: float = 1e-6) -> "RmsNorm":
-        """epsilon: where the config does not say it."""
+        """Reads the norm.
+
+        Args:
+            config: config of the model.
+            offset: added to the weight.
+            epsilon: epsilon if the config has none.
+        """
         return RmsNorm(config.read_positive("rms_norm_eps", default=epsilon), offset)
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+        """Writes the norm of x."""
         width = width_of(x)
         if self.weighted:
             weight = graph.weights.tensor(f"{tensor}.{self.weight_name}", (width,), self.offset, self.scale)
@@ -35,7 +42,7 @@ class RmsNorm:
         return graph.op("RMSNormalization", [x, weight], short(tensor), dims_of(x), axis=-1, epsilon=self.epsilon)
 
     def write_by_head(self, graph: GraphWriter, x: ir.Value, tensor: str, head_dim: int) -> ir.Value:
-        """Of each head by itself; x: [1, T, heads · head_dim]."""
+        """Writes the norm of each head of x, [1, T, heads · head_dim]."""
         (batch, tokens, width), heads, name = dims_of(x), width_of(x) // head_dim, short(tensor)
         split = graph.constant(f"split_{heads}_heads_of_{head_dim}", np.array([0, 0, heads, head_dim], np.int64))
         joined = graph.constant(f"joined_{heads}_heads_of_{head_dim}", np.array([0, 0, width], np.int64))
@@ -47,16 +54,23 @@ class RmsNorm:
 class LayerNorm:
     """(x - mean(x)) / √(variance(x) + epsilon) · weight (+ bias), over the last dimension."""
 
-    epsilon: float
-    bias: bool = True
-    scale: float = 1.0  # of the result; it is in weight and bias, which are fp32
+    epsilon: float  # added to the variance
+    bias: bool = True  # True if there is a bias
+    scale: float = 1.0  # scale of the result; multiplied into weight and bias, which are fp32
 
     @staticmethod
     def read(config: ConfigReader, key: str, bias: bool = True) -> "LayerNorm":
-        """key: what the config calls the epsilon."""
+        """Reads the norm.
+
+        Args:
+            config: config of the model.
+            key: key of the epsilon.
+            bias: True if there is a bias.
+        """
         return LayerNorm(config.read_positive(key, default=1e-5), bias)
 
     def write(self, graph: GraphWriter, x: ir.Value, tensor: str) -> ir.Value:
+        """Writes the norm of x."""
         kinds = ("weight", "bias") if self.bias else ("weight",)
         vectors = [graph.weights.tensor(f"{tensor}.{kind}", (width_of(x),), scale=self.scale) for kind in kinds]
         settings = {"epsilon": self.epsilon, "to": int(ir.DataType.FLOAT), "group": 0}

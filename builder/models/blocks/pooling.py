@@ -1,4 +1,4 @@
-"""What embedding models have in the place of a head: one row of all rows of a text, and linear layers of that."""
+"""Pooling, in the place of an embedding model's head: one row of all rows of a text, then linear layers."""
 
 import onnx_ir as ir
 
@@ -11,7 +11,7 @@ from enginewright.plugins.elementwise.pool import POOL
 from enginewright.plugins.elementwise.softcap import SOFTCAP
 
 CLASSIFIER = "classifier"
-# What sentence-transformers may put a cross-encoder's score through.
+# Activations of a cross-encoder's score in sentence-transformers.
 _ACTIVATIONS = {
     "torch.nn.modules.linear.Identity": "identity",
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
@@ -19,7 +19,13 @@ _ACTIVATIONS = {
 
 
 def write_pooling(graph: GraphWriter, x: ir.Value, pooling: Pooling) -> ir.Value:
-    """x: [1, T, W], the hidden states. Gives [1, S, V]: one row for each text."""
+    """Writes the pooling: one row per text, [1, S, V].
+
+    Args:
+        graph: graph to write into.
+        x: hidden states, [1, T, W].
+        pooling: config of the pooling.
+    """
     graph.embeds(pooling)
     value = graph.plugin(POOL, [x], "pool", pooling=pooling.kind).outputs[0]
     for dense in pooling.dense:
@@ -30,16 +36,25 @@ def write_pooling(graph: GraphWriter, x: ir.Value, pooling: Pooling) -> ir.Value
 
 
 def read_classifier(config: ConfigReader, weights: Weights, pooler: str, hidden: int) -> Pooling | None:
-    """Of a cross-encoder, which scores a pair of texts by its first token; None for a model without a classifier.
+    """Reads the pooling of a cross-encoder, which scores a pair of texts by its first token.
+
+    Args:
+        config: config of the model.
+        weights: weights of the checkpoint.
+        pooler: name of the linear layer before the classifier.
+        hidden: columns of the residual stream.
+
+    Returns:
+        The pooling; None for a model without a classifier.
 
     Raises:
-        UnsupportedModelError: it has several classes, or something is done to the score that is not implemented.
+        UnsupportedModelError: it has several classes, or the score has an activation that is not implemented.
     """
     info = weights.tensors.find(f"{CLASSIFIER}.weight")
-    beside = config.section("sentence_transformers")
+    section = config.section("sentence_transformers")
     name = config.read(str, "sbert_ce_default_activation_function", default="torch.nn.modules.activation.Sigmoid")
-    if beside is not None:
-        name = beside.read(str, "activation_fn", default=name)
+    if section is not None:
+        name = section.read(str, "activation_fn", default=name)
     if info is None:
         return None
     if info.shape[0] != 1:
@@ -51,13 +66,13 @@ def read_classifier(config: ConfigReader, weights: Weights, pooler: str, hidden:
 
 
 def refuse_without(config: ConfigReader) -> Pooling:
-    """The checkpoint's pooling, of a model whose tokens see those behind them: it can do nothing else than embed.
+    """Returns the checkpoint's pooling, for a model with bidirectional attention, which can only embed.
 
     Raises:
-        UnsupportedModelError: it says nothing of one.
+        UnsupportedModelError: the checkpoint has none.
     """
     if config.pooling is None:
-        what = "tokens see those behind them, so that the model writes no text"
+        what = "attention is bidirectional, so that the model cannot generate text"
         fix = "Take a checkpoint with the files of sentence-transformers (modules.json), or a cross-encoder."
-        raise config.unsupported(f"{what}, and nothing says how it embeds one", fix)
+        raise config.unsupported(f"{what}, and the checkpoint has no pooling", fix)
     return config.pooling

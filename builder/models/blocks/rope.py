@@ -1,6 +1,6 @@
-"""Rotary position embeddings: the inverse frequencies, from a config old or new.
+"""Rotary position embeddings: inverse frequencies from old and new configs.
 
-Older configs have `rope_theta` and `rope_scaling`; newer ones have it all in `rope_parameters`. The arithmetic is
+Older configs have `rope_theta` and `rope_scaling`; newer ones have everything in `rope_parameters`. The arithmetic is
 in fp32 and in transformers' order, so that frequencies are the same bits as there.
 """
 
@@ -18,31 +18,32 @@ from enginewright.plugins.attention.rope_table import ROPE_TABLE
 from enginewright.plugins.plugin import dims_of, width_of
 
 HARMLESS = ("finetuned",)  # a remark of old yarn configs
-SECTIONS = ("mrope_interleaved", "mrope_section")  # which angles are of time, rows and columns: in a text all the same
+SECTIONS = ("mrope_interleaved", "mrope_section")  # angles of time, rows and columns, which are equal in a text
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """The angles of a step's positions, for all layers with the same rope."""
+    """Angles of a step's positions, for all layers with the same rope."""
 
-    cos: ir.Value  # [1, T, rotated / 2]
-    sin: ir.Value  # [1, T, rotated / 2]
-    interleaved: bool = False  # checkpoints have the two columns of a pair as neighbours
+    cos: ir.Value  # cosines, [1, T, rotated / 2]
+    sin: ir.Value  # sines, [1, T, rotated / 2]
+    interleaved: bool = False  # True if the two columns of a pair are neighbours in checkpoints
 
     @property
     def rotated(self) -> int:
-        """Columns of a head that are rotated: its first ones."""
+        """Number of a head's columns that are rotated: its first ones."""
         return 2 * width_of(self.cos)
 
     def rotate(self, graph: GraphWriter, x: ir.Value, head_dim: int) -> ir.Value:
-        """Rotates each head of x, [1, T, heads · head_dim]: of what is rotated, the first half against the second."""
+        """Rotates each head of x, [1, T, heads · head_dim]: the first half of its columns against the second."""
         inputs, heads = [x, self.cos, self.sin], width_of(x) // head_dim
         partial = {} if self.rotated == head_dim else {"rotary_embedding_dim": self.rotated}
         return graph.op("RotaryEmbedding", inputs, f"{x.name}.rotated", dims_of(x), num_heads=heads, **partial)
 
     def order(self, heads: int, head_dim: int) -> list[int]:
-        """Which column of `heads` heads stands where, so that the pairs of an interleaved rope are halves apart. Scores
-        do not change by it, where queries and keys have the same order.
+        """Lists the columns of `heads` heads in the order that moves pairs of an interleaved rope half a head apart.
+
+        Scores do not change by it, as queries and keys have the same order.
         """
         if not self.interleaved:
             return [*range(heads * head_dim)]
@@ -52,13 +53,14 @@ class RopeTable:
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Which angles positions have."""
+    """Inverse frequencies of a rope, and its settings."""
 
-    inv_freq: npt.NDArray[np.float32]  # radians a position, [rotated / 2]
-    scale: float = 1.0  # of cosines and sines
-    interleaved: bool = False  # as RopeTable has it
+    inv_freq: npt.NDArray[np.float32]  # radians per position, [rotated / 2]
+    scale: float = 1.0  # scale of cosines and sines
+    interleaved: bool = False  # as in RopeTable
 
     def write(self, graph: GraphWriter, name: str = "rope") -> RopeTable:
+        """Writes the table of angles."""
         inv_freq = graph.constant(f"{name}.inv_freq", self.inv_freq)
         cos, sin = graph.plugin(ROPE_TABLE, [graph.positions, inv_freq], name, scale=self.scale).outputs
         cos.name, sin.name = f"{name}.cos", f"{name}.sin"
@@ -74,13 +76,16 @@ def read_rope(
     original_positions: int | None = None,
     sectioned: bool = False,
 ) -> Rope:
-    """The one rope of a model whose layers all have the same.
+    """Reads the rope of a model with one rope for all layers.
 
     Args:
-        part: of a head that is rotated, where the config does not say it; None where a model rotates whole heads.
-        interleaved: as RopeTable has it.
-        original_positions: that the model was trained for at first, where the rope's parameters do not say it.
-        sectioned: whether the model may know time, rows and columns, which in a text are the same position.
+        config: config of the model.
+        head_dim: columns of a head.
+        default_theta: base if the config has none.
+        part: rotated share of a head if the config has none; None: the model rotates whole heads.
+        interleaved: as in RopeTable.
+        original_positions: original context if the rope's parameters have none.
+        sectioned: True if the model may have sections of time, rows and columns, which are equal in a text.
     """
     theta = config.read_positive("rope_theta", default=default_theta)
     part = _read_part(config, part)
@@ -93,7 +98,15 @@ def read_rope(
 def read_local_and_global(
     config: ConfigReader, local_theta: float, global_theta: float, head_dim: int, max_positions: int
 ) -> tuple[Rope, Rope]:
-    """Of layers with a window, and of the others. Old configs scale only the latter, by `rope_scaling`."""
+    """Reads the ropes of layers with a window, and of the others. Old configs only scale the latter, by `rope_scaling`.
+
+    Args:
+        config: config of the model.
+        local_theta: default base of layers with a window.
+        global_theta: default base of the others.
+        head_dim: columns of a head.
+        max_positions: positions of the longest sequence.
+    """
     parameters = config.section("rope_parameters") or ConfigReader({})
     local = rope_from(parameters.section("sliding_attention"), local_theta, head_dim, max_positions)
     scaling, newer = config.section("rope_scaling"), parameters.section("full_attention")
@@ -104,8 +117,12 @@ def read_local_and_global(
 
 
 def latent_score_scale(parameters: ConfigReader | None) -> float:
-    """What the scores of latent attention are multiplied by where a rope that stretches contexts asks for it: squared,
-    since it is meant for queries and for keys.
+    """Computes the factor of latent attention's scores under a rope that stretches contexts.
+
+    It is squared, since the config's is meant for queries and for keys.
+
+    Args:
+        parameters: parameters of the rope; None: there are none.
     """
     if parameters is None or parameters.read(str, "rope_type", "type", default="default") == "default":
         return 1.0
@@ -122,12 +139,16 @@ def rope_from(
     original_positions: int | None = None,
     sectioned: bool = False,
 ) -> Rope:
-    """The rope that `parameters` describe.
+    """Makes the rope that `parameters` describe.
 
     Args:
-        theta: the base where they have none.
-        max_positions: that a sequence may have.
-        part, original_positions, sectioned: as read_rope has them.
+        parameters: parameters of the rope; None: there are none.
+        theta: base if they have none.
+        head_dim: columns of a head.
+        max_positions: positions of the longest sequence.
+        part: as in read_rope.
+        original_positions: as in read_rope.
+        sectioned: as in read_rope.
 
     Raises:
         UnsupportedModelError: the type of rope, or one of its parameters, is not implemented.
@@ -148,7 +169,7 @@ def rope_from(
         case "default":
             inv_freq = 1.0 / wavelengths
         case "dynamic":
-            # Up to max_positions, which no sequence is longer than, the base is as it was. Hunyuan's `alpha` raises it.
+            # The base does not change up to max_positions, the longest sequence. Hunyuan's `alpha` raises it.
             parameters.read_positive("factor", default=1.0)
             if alpha := parameters.read(float, "alpha", default=0.0):
                 for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
@@ -180,7 +201,7 @@ def _read_part(parameters: ConfigReader, default: float | None) -> float | None:
 
 
 def _proportional(parameters: ConfigReader, theta: float, head_dim: int) -> Rope:
-    """Gemma 4's: of all pairs of a head, the first ones are rotated, and the others stand still."""
+    """Makes Gemma 4's rope: the first pairs of a head are rotated, and the others are not."""
     part = parameters.read_positive("partial_rotary_factor", default=1.0)
     factor = parameters.read_positive("factor", default=1.0)
     rotated = int(part * head_dim // 2)  # pairs
@@ -193,7 +214,7 @@ def _proportional(parameters: ConfigReader, theta: float, head_dim: int) -> Rope
 
 
 def _llama3(parameters: ConfigReader, inv_freq: torch.Tensor, positions: int) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones are kept, in between is interpolated."""
+    """Stretches long wavelengths by the factor, keeps short ones, and interpolates in between (Llama 3.1)."""
     factor = parameters.read_positive("factor")
     low, high = parameters.read_positive("low_freq_factor"), parameters.read_positive("high_freq_factor")
     if low >= high:
@@ -208,10 +229,10 @@ def _llama3(parameters: ConfigReader, inv_freq: torch.Tensor, positions: int) ->
 def _longrope(
     parameters: ConfigReader, wavelengths: torch.Tensor, original: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """LongRoPE, https://arxiv.org/abs/2402.13753: the inverse frequencies, and the scale ("attention factor").
+    """Computes LongRoPE's inverse frequencies and scale ("attention factor"). https://arxiv.org/abs/2402.13753
 
-    There are factors for sequences up to the original length, and for longer ones. Which they are cannot depend on a
-    sequence, whose keys would have to be rotated anew when it grows: an engine has the factors of its longest one.
+    There are factors for sequences up to the original length, and for longer ones. The choice cannot depend on a
+    sequence, whose keys would have to be rotated again when it grows: an engine has the factors of its longest one.
     """
     factor = parameters.read_positive("factor", default=max_positions / original)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -228,7 +249,7 @@ def _longrope(
 def _yarn(
     parameters: ConfigReader, wavelengths: torch.Tensor, theta: float, positions: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """YaRN, https://arxiv.org/abs/2309.00071: the inverse frequencies, and the scale ("attention factor")."""
+    """Computes YaRN's inverse frequencies and scale ("attention factor"). https://arxiv.org/abs/2309.00071"""
     head_dim = 2 * len(wavelengths)
     factor = parameters.read_positive("factor", default=max_positions / positions)
     if theta <= 1:
@@ -254,7 +275,7 @@ def _yarn(
 
 
 def _turning(rotations: float, positions: int, theta: float, head_dim: int) -> float:
-    """The (fractional) index of the frequency that turns `rotations` times within the original positions."""
+    """Returns the (fractional) index of the frequency with `rotations` rotations within the original positions."""
     return head_dim * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 

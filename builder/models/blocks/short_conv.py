@@ -14,22 +14,30 @@ from enginewright.plugins.recurrence.causal_conv import CAUSAL_CONV
 class ShortConv:
     """out(c · conv(b · v)), as wide as x, where b, c and v are in_proj(x)."""
 
-    width: int  # tokens that a convolution sees, its own included
-    bias: bool = False  # of all three
+    width: int  # width of the convolution in tokens, the current one included
+    bias: bool = False  # True if all three have a bias
 
     def write(
         self, graph: GraphWriter, x: ir.Value, tensor: str, layer: int, rope: RopeTable | None = None
     ) -> ir.Value:
-        """layer: whose state it is. rope: not used, since a state has seen tokens in their order."""
+        """Writes the block.
+
+        Args:
+            graph: graph to write into.
+            x: input.
+            tensor: name of the block in the checkpoint.
+            layer: index of the layer, and of its state.
+            rope: not used: the state already depends on the order of tokens.
+        """
         channels, name = width_of(x), f"layers.{layer}.conv"
         projected = graph.linear(x, f"{tensor}.in_proj", 3 * channels, self.bias)
-        before, behind, v = graph.split(projected, f"{name}.gates", channels, channels, channels)
+        before, after, v = graph.split(projected, f"{name}.gates", channels, channels, channels)
         taps = graph.weights.taps(f"{tensor}.conv.weight", channels, self.width)
         bias = graph.weights.tensor(f"{tensor}.conv.bias", (channels,)) if self.bias else None
         past = graph.past_state(layer, LayerState({"conv": (self.width - 1, channels)}))
         node = graph.plugin(
             CAUSAL_CONV,
-            [v, taps, bias, before, behind, past["conv"]],
+            [v, taps, bias, before, after, past["conv"]],
             name,
             activation="none",
             to=int(ir.DataType.FLOAT),

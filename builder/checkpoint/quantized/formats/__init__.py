@@ -1,1 +1,1 @@
-"""One file a format, found by its name: `open(config, tensors)` makes its reader."""
+"""Formats, a file for each, found by its name: `open(config, tensors)` makes its reader."""

@@ -1,10 +1,10 @@
-"""compressed-tensors checkpoints, as llm-compressor writes them: `config_groups` say what is stored in which format.
+"""compressed-tensors checkpoints of llm-compressor: `config_groups` assign a format to each layer.
 
-Of a layer [N, K], by format:
+Tensors of a layer [N, K], by format:
     int-, naive-, float-quantized: `weight` INT8 or FLOAT8E4M3FN, `weight_scale`, `weight_zero_point`;
     pack-quantized: `weight_packed` INT32, codes packed along K, `weight_scale`, `weight_zero_point` packed along N;
     mxfp8-quantized: `weight` FLOAT8E4M3FN, `weight_scale` UINT8, exponents of two;
-    mxfp4-, nvfp4-pack-quantized: `weight_packed` UINT8, `weight_scale`, and of the latter `weight_global_scale`.
+    mxfp4-, nvfp4-pack-quantized: `weight_packed` UINT8, `weight_scale`, and for the latter `weight_global_scale`.
 Integers are signed: (integer - zero) · scale. The layouts are those of compressed-tensors' compressors.
 """
 
@@ -22,7 +22,7 @@ from enginewright.builder.tensors import Tensors
 from enginewright.errors import EngineError, UnsupportedModelError
 from enginewright.passes.weights import RowReader, RowsTensor
 
-# What is read by each format.
+# Formats that can be read.
 FORMS = (
     "int-quantized",
     "naive-quantized",
@@ -32,7 +32,7 @@ FORMS = (
     "mxfp4-pack-quantized",
     "nvfp4-pack-quantized",
 )
-MIXED = ("mixed-precision", "dense")  # each group of layers has its own; none has
+MIXED = ("mixed-precision", "dense")  # each group of layers has its own; no layer is quantized
 HARMLESS = (
     "dequantize",
     "global_compression_ratio",
@@ -42,12 +42,18 @@ HARMLESS = (
     "use_optimized_inference",
     "version",
 )
-# Ends of names: of activations' scales, and of the KV cache's.
+# Ends of the names of activations' scales, and of the KV cache's.
 OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale")
 OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
 def open(config: ConfigReader, tensors: Tensors) -> Format:
+    """Opens a compressed-tensors checkpoint.
+
+    Args:
+        config: its quantization_config.
+        tensors: its tensors.
+    """
     form = config.read(str, "format", default="dense")
     if form not in (*FORMS, *MIXED):
         raise config.unsupported(f"format = {form!r}", f"Implemented are {', '.join(FORMS)}.")
@@ -62,19 +68,25 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
 
 
 class CompressedTensors(Format):
-    """cache: whether the checkpoint has scales of a KV cache, which is not quantized as it says."""
+    """Reader of compressed-tensors weights; `cache`: scales of a KV cache exist, and are not used."""
 
     def __init__(self, tensors: Tensors, schemes: Schemes, cache: bool) -> None:
         super().__init__(tensors)
         self._schemes, self._cache = schemes, cache
 
     def weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
+        """Returns a quantized weight; None if it is stored as in other checkpoints.
+
+        Args:
+            name: name of the weight.
+            shape: [N, K].
+        """
         plain, packed = self.tensors.find(name), self.tensors.find(f"{name}_packed")
         if packed is None and (plain is None or plain.dtype not in (torch.int8, torch.float8_e4m3fn)):
             return None
         scheme = self._schemes.of(name.removesuffix(".weight"))
         if scheme is None:
-            raise EngineError(f"{name} cannot be used", "it is quantized, and no group of config_groups says how")
+            raise EngineError(f"{name} cannot be used", "it is quantized, and no group of config_groups has it")
         activations = scheme.activations
         if activations is not None and not (activations.dynamic and activations.symmetric):
             self.note_static_activations()
@@ -93,6 +105,7 @@ class CompressedTensors(Format):
         raise UnsupportedModelError(f"{name} is stored as {scheme.form} of type {scheme.weights.kind}")
 
     def means_nothing(self, name: str) -> bool:
+        """Checks if a tensor is a scale of activations or of the KV cache, or zero points that are all 0."""
         info = self.tensors.find(name)
         if info is not None and name.endswith(".weight_zero_point"):  # of a symmetric weight
             zeros = self.tensors.take(name, info.shape, dtypes=[info.dtype])()
@@ -100,7 +113,7 @@ class CompressedTensors(Format):
         return name.endswith(OF_ACTIVATIONS) or (self._cache and name.endswith(OF_CACHE))
 
     def _integers(self, name: str, shape: tuple[int, ...], scheme: Scheme) -> RowsTensor:
-        """INT8, whatever the number of bits."""
+        """Reads integers that are stored as INT8, whatever their number of bits."""
         values = by_rows(self.tensors.take(name, shape, dtypes=[torch.int8]))
         return self._fit(name, shape, scheme, from_signed(values, scheme.weights.bits))
 
@@ -108,7 +121,7 @@ class CompressedTensors(Format):
         (rows, columns), bits = shape, scheme.weights.bits
         words = self.tensors.take(f"{name}_packed", (rows, words_for(columns, bits)), dtypes=[torch.int32])
         if self.tensors.find(f"{name}_shape") is not None:
-            self.tensors.take(f"{name}_shape", (2,), dtypes=[torch.int64, torch.int32])  # `shape` once more
+            self.tensors.take(f"{name}_shape", (2,), dtypes=[torch.int64, torch.int32])  # repeats `shape`
 
         def codes() -> RowReader:
             values = words()
@@ -117,20 +130,20 @@ class CompressedTensors(Format):
         return self._fit(name, shape, scheme, codes)
 
     def _fit(self, name: str, shape: tuple[int, ...], scheme: Scheme, codes: Open) -> RowsTensor:
-        """codes: UINT8, what is stored and half of the codes more."""
+        """Fits integers; `codes` are UINT8, the stored numbers plus half of the codes."""
         weights, activations = scheme.weights, scheme.activations
         scales = take_scales(self.tensors, f"{name}_scale", shape, weights.block)
         zeros = None if weights.symmetric else self._zeros(f"{name}_zero_point", shape, weights)
-        runs = Groups(scales.size, scales.scales, zeros)
-        int8_run = activations.int8_run if activations else None
-        return integers_by_g_idx(self, name, shape, weights.bits, codes, runs, f"{name}_g_idx", int8_run)
+        numbers = Groups(scales.size, scales.scales, zeros)
+        int8_group = activations.int8_group if activations else None
+        return integers_by_g_idx(self, name, shape, weights.bits, codes, numbers, f"{name}_g_idx", int8_group)
 
     def _zeros(self, name: str, shape: tuple[int, ...], weights: Arguments) -> Open:
-        """Packed along the weight's rows, or INT8."""
+        """Reads zero points that are packed along the weight's rows, or INT8."""
         info, bits, rows = self.tensors.find(name), weights.bits, shape[0]
         if info is None or info.dtype != torch.int32:
-            more = 1 << bits - 1
-            return take_grid(self.tensors, name, shape, weights.block, [torch.int8], lambda zeros: zeros.int() + more)
+            offset = 1 << bits - 1
+            return take_grid(self.tensors, name, shape, weights.block, [torch.int8], lambda zeros: zeros.int() + offset)
         groups = -(-shape[1] // (weights.block[1] if weights.block else shape[1]))
         packed = self.tensors.take(name, (words_for(rows, bits), groups), dtypes=[torch.int32])
         return by_columns(packed, lambda words: unpack(words.t(), bits, rows))

@@ -1,8 +1,8 @@
-"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them: integers of 2, 3, 4 or 8 bits with zero points, in runs.
+"""GPTQ checkpoints of AutoGPTQ and GPTQModel: integers of 2, 3, 4 or 8 bits with zero points, in quantization groups.
 
-Of a layer [N, K]: `qweight` INT32 [K · bits / 32, N], codes packed along K; `qzeros` INT32 [G, N · bits / 32]; `scales`
-[G, N]; `g_idx` INT32 [K], the run of each column. A code stands for (code - zero) · scale. Version 1 stores zeros that
-are less by 1. https://arxiv.org/abs/2210.17323; the layout is that of AutoGPTQ's nn_modules/qlinear.
+Tensors of a layer [N, K]: `qweight` INT32 [K · bits / 32, N], codes packed along K; `qzeros` INT32 [G, N · bits / 32];
+`scales` [G, N]; `g_idx` INT32 [K], the group of each column. A code represents (code - zero) · scale. Version 1 stores
+zeros less 1. https://arxiv.org/abs/2210.17323; the layout is that of AutoGPTQ's nn_modules/qlinear.
 """
 
 import torch
@@ -18,7 +18,7 @@ from enginewright.passes.weights import RowReader, RowsTensor
 
 BITS = (2, 3, 4, 8)
 VERSIONS = {"gptq": 1, "gptq_v2": 2}
-# Keys about how the weights were found, or about the kernels of other programs.
+# Keys about the search for the weights, or the kernels of other programs.
 HARMLESS = (
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
     "damp_percent", "dataset", "disable_exllama", "exllama_config", "lm_head", "max_input_length", "meta", "method",
@@ -29,6 +29,12 @@ HARMLESS = (
 
 
 def open(config: ConfigReader, tensors: Tensors) -> Format:
+    """Opens a GPTQ checkpoint.
+
+    Args:
+        config: its quantization_config.
+        tensors: its tensors.
+    """
     bits = config.read(int, "bits")
     if bits not in BITS:
         raise config.unsupported(f"bits = {bits}", f"Implemented are {', '.join(map(str, BITS))}.")
@@ -45,17 +51,25 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
     if config.read(dict, "dynamic", default={}):
         raise config.unsupported("dynamic, settings for single modules")
     symmetric = config.read(bool, "sym", default=True)
-    config.read(bool, "desc_act", default=False)  # g_idx itself tells
+    config.read(bool, "desc_act", default=False)  # g_idx itself shows it
     config.refuse_any_unread(("quant_method", *HARMLESS))
     return Gptq(tensors, bits, group, symmetric, VERSIONS[version])
 
 
 class Gptq(Format):
+    """Reader of GPTQ weights."""
+
     def __init__(self, tensors: Tensors, bits: int, group: int, symmetric: bool, version: int) -> None:
         super().__init__(tensors)
         self._bits, self._group, self._symmetric, self._version = bits, group, symmetric, version
 
     def weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
+        """Returns a weight of integers; None if it is not quantized.
+
+        Args:
+            name: name of the weight.
+            shape: [N, K].
+        """
         module = name.removesuffix(".weight")
         if self.tensors.find(f"{module}.qweight") is None:
             return None
@@ -71,17 +85,17 @@ class Gptq(Format):
                 return unpack(values, bits, rows)
             if 32 % bits:
                 return unpack(values, bits, rows) + 1 & (1 << bits) - 1
-            # Of whole words: a zero that was 0 has borrowed from its neighbour.
+            # Adding to whole words undoes the borrow that a zero of 0 took from its neighbour.
             return unpack(values + sum(1 << bit for bit in range(0, 32, bits)), bits, rows)
 
-        runs = Groups(size, by_columns(scales), None if self._symmetric else by_columns(packed, zeros))
+        numbers = Groups(size, by_columns(scales), None if self._symmetric else by_columns(packed, zeros))
         codes = _codes(words, bits, columns)
         if self._symmetric:
             codes = _checked(codes, lambda: zeros(packed()), 1 << bits - 1, name)
-        return integers_by_g_idx(self, name, shape, bits, codes, runs, f"{module}.g_idx")
+        return integers_by_g_idx(self, name, shape, bits, codes, numbers, f"{module}.g_idx")
 
     def means_nothing(self, name: str) -> bool:
-        """Zeros that AutoGPTQ adds as the bias of layers that have none."""
+        """Checks if a tensor is the bias of zeros that AutoGPTQ adds to layers without one."""
         module = name.removesuffix(".bias")
         info = self.tensors.find(name)
         if module == name or info is None or self.tensors.find(f"{module}.qweight") is None:
@@ -98,7 +112,7 @@ def _codes(words: Read, bits: int, columns: int) -> Open:
 
 
 def _checked(codes: Open, zeros: Read, middle: int, name: str) -> Open:
-    """Codes whose zero points are all the same, as the config says."""
+    """Checks that zero points are all the same, as the config says, when codes are read."""
 
     def open() -> RowReader:
         if (zeros() != middle).any():

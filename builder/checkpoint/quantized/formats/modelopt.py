@@ -1,12 +1,12 @@
 """Checkpoints of NVIDIA's modelopt: FP8, integers of 8 and 4 bits, NVFP4, MXFP8 and MXFP4.
 
-Of a layer [N, K], by its dtypes:
+Tensors of a layer [N, K], by its dtypes:
     FLOAT8E4M3FN: `weight`, and `weight_scale` of all, of a row, of a block, or (UINT8) of 32 columns;
     INT8: `weight` and `weight_scale` [N];
     integers of 4 bits: `weight` UINT8 [N / 2, K], two rows a byte, and `weight_scale` [N, K / group];
     FP4: `weight` UINT8 [N, K / 2], `weight_scale` [N, K / 16] with `weight_scale_2`, one factor of all scales, or UINT8
     [N, K / 32].
-`pre_quant_scale` [K], if there is one, is what its input is multiplied by. The layouts are those of modelopt's
+`pre_quant_scale` [K], if there is one, multiplies the layer's input. The layouts are those of modelopt's
 export/quant_utils.py.
 """
 
@@ -23,7 +23,7 @@ from enginewright.builder.checkpoint.quantized.fit import (
     restored,
 )
 from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
-from enginewright.builder.checkpoint.quantized.fours import MX_RUN, mxfp4_weight, nvfp4_weight
+from enginewright.builder.checkpoint.quantized.fours import MX_GROUP, mxfp4_weight, nvfp4_weight
 from enginewright.builder.checkpoint.quantized.grids import fp8_weight, take_scales
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
@@ -35,30 +35,44 @@ INT8_WEIGHTS, INT8 = "W8A16", "W8A8_SQ_PER_CHANNEL"
 INT4, NVFP4 = "W4A16_AWQ", ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
 MXFP8, MXFP4 = "MXFP8", "MXFP4"
 ALGORITHMS = (*FP8, INT8_WEIGHTS, INT8, INT4, *NVFP4, MXFP8, MXFP4)
-BLOCK = 128  # rows and columns of FP8_PB_WO's
-# What other keys say as well: `config_groups` repeats quant_algo, and the tensors tell what is excluded.
+BLOCK = 128  # rows and columns of a block of FP8_PB_WO
+# Keys that repeat others: `config_groups` repeats quant_algo, and the tensors show what is excluded.
 HARMLESS = ("config_groups", "exclude_modules", "ignore", "kv_cache_quant_algo", "kv_cache_scheme", "producer")
 LEFT_OVER = (".input_scale", ".k_scale", ".v_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
 def open(config: ConfigReader, tensors: Tensors) -> Format:
-    algorithm = config.read(str, "quant_algo").upper()  # it writes some in small letters
+    """Opens a modelopt checkpoint.
+
+    Args:
+        config: its quantization_config.
+        tensors: its tensors.
+    """
+    algorithm = config.read(str, "quant_algo").upper()  # some files have small letters
     if algorithm not in ALGORITHMS:
         raise config.unsupported(f"quant_algo = {algorithm!r}", f"Implemented are {', '.join(ALGORITHMS)}.")
     group = config.read_size("group_size", default=BLOCK)
     if config.read(bool, "has_zero_point", default=False):
         raise config.unsupported("has_zero_point = True")
-    config.read(bool, "pre_quant_scale", default=False)  # where one is left, the tensors tell
+    config.read(bool, "pre_quant_scale", default=False)  # the tensors themselves show it
     config.refuse_any_unread(("quant_method", *HARMLESS))
     return ModelOpt(tensors, algorithm, group)
 
 
 class ModelOpt(Format):
+    """Reader of modelopt's weights."""
+
     def __init__(self, tensors: Tensors, algorithm: str, group: int) -> None:
         super().__init__(tensors)
         self._algorithm, self._group = algorithm, group
 
     def weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
+        """Returns a quantized weight; None if it is stored as in other checkpoints.
+
+        Args:
+            name: name of the weight.
+            shape: [N, K].
+        """
         info, module = self.tensors.find(name), name.removesuffix(".weight")
         if info is None or info.dtype not in (torch.float8_e4m3fn, torch.uint8, torch.int8):
             return None
@@ -69,6 +83,7 @@ class ModelOpt(Format):
         return self._weight(name, shape)
 
     def means_nothing(self, name: str) -> bool:
+        """Checks if a tensor is a scale of activations or of the KV cache."""
         return name.endswith(LEFT_OVER)
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor:
@@ -83,15 +98,15 @@ class ModelOpt(Format):
             return nvfp4_weight(self, name, shape, name, f"{name}_scale_2", torch.mul)
         if algorithm == MXFP4:
             return mxfp4_weight(self, name, shape, name, scales)
-        blocks = {"FP8_PB_WO": (self._group, self._group), MXFP8: (1, MX_RUN)}
+        blocks = {"FP8_PB_WO": (self._group, self._group), MXFP8: (1, MX_GROUP)}
         activations = "bf16" if algorithm == "FP8_PB_WO" else "fp8"
         return fp8_weight(self, name, shape, scales, blocks.get(algorithm), activations)
 
     def _with_input_scales(self, name: str, shape: tuple[int, ...], scales: str) -> RowsTensor:
-        """A weight that takes the input as it comes: its columns are scaled in the input's place."""
-        self.note("weights whose input is scaled (pre_quant_scale), which no kernel does, are restored to bfloat16")
+        """Restores a weight with the input's scales on its columns, so that the input itself is not scaled."""
+        self.note("weights whose input is scaled (pre_quant_scale), which no kernel supports, are restored to bfloat16")
         of_columns = self.tensors.take(scales, (shape[1],), dtypes=FLOATS)
-        int4 = self._algorithm == INT4  # which would round scales
+        int4 = self._algorithm == INT4  # the kernel's format would round scales
         unscaled = restore_integers(name, 4, *self._int4(name, shape)) if int4 else self._weight(name, shape).open
 
         def open() -> RowReader:
@@ -113,7 +128,7 @@ class ModelOpt(Format):
             def read(begin: int, end: int) -> torch.Tensor:
                 first = begin // 2
                 pairs = nibbles(values[first : -(-end // 2)].t()).t()
-                return pairs[begin - 2 * first : end - 2 * first] ^ 8  # signed numbers, and 8 more
+                return pairs[begin - 2 * first : end - 2 * first] ^ 8  # signed numbers plus 8
 
             return read
 
