@@ -1,6 +1,7 @@
-"""Numbers of tokens and sizes in bytes, as people write and read them: 512, 32k; 2g, 8GiB, 8GB, 1.5g.
+"""Reads and writes token counts and byte sizes in the notation of people: 512, 32k; 2g, 8GiB, 8GB, 1.5g.
 
-What people read is in binary units (KiB, MiB, GiB), as `2g` is. Only rates are decimal: GB/s, as memory is sold.
+Sizes are shown in binary units (KiB, MiB, GiB), and `2g` is binary, too. Only rates are decimal: GB/s, as vendors of
+memory state them.
 """
 
 import re
@@ -12,29 +13,29 @@ _FACTORS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}  # exponents of 1024, or of 1
 _SIZE = re.compile(r"(?P<number>[0-9]{1,19}(\.[0-9]{1,19})?)\s?(?P<unit>[kmgt]?)(?P<bytes>i?b)?", re.IGNORECASE)
 
 
-def parse_count(text: str, least: int = 1) -> int:
-    """The number that a text such as `32k` (32768) stands for.
+def parse_count(text: str, minimum: int = 1) -> int:
+    """Parses a count such as `32k` (32768).
 
     Args:
-        text: decimal digits, and k, m or g behind them for a factor of 2**10, 2**20 or 2**30.
-        least: smaller numbers are refused.
+        text: decimal digits, then optionally k, m or g for a factor of 2**10, 2**20 or 2**30.
+        minimum: the smallest number that is accepted.
 
     Raises:
-        UsageError: it is no such text, or the number is too small.
+        UsageError: the text is no such count, or the number is too small.
     """
     plain = text.strip().lower()
     unit = plain[-1:] if plain[-1:] in ("k", "m", "g") else ""
     digits = plain.removesuffix(unit)
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 20) or int(digits) < least:
-        raise UsageError(f"{text[:40]!r} is not a whole number of at least {least}; 32k and 2g are understood")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 20) or int(digits) < minimum:
+        raise UsageError(f"{text[:40]!r} is not a whole number of at least {minimum}; 32k and 2g are accepted")
     return int(digits) << 10 * _FACTORS[unit]
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that a size such as `8GiB`, `8g` (the same), `8GB` (decimal), `1.5g` or `4096` stands for.
+    """Parses a size such as `8GiB`, `8g` (the same), `8GB` (decimal), `1.5g` or `4096`, and returns its bytes.
 
     Raises:
-        UsageError: it is no such text, or less than one byte.
+        UsageError: the text is no such size, or less than one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     size = 0
@@ -43,12 +44,12 @@ def parse_bytes(text: str) -> int:
         factor: int = base ** _FACTORS[match["unit"].lower()]
         size = int(Fraction(match["number"]) * factor)
     if size < 1:
-        raise UsageError(f"{text[:40]!r} is no size in bytes; 2g, 2GiB (the same), 2GB and 1.5g are understood")
+        raise UsageError(f"{text[:40]!r} is not a size in bytes; 2g, 2GiB (the same), 2GB and 1.5g are accepted")
     return size
 
 
 def format_bytes(size: int) -> str:
-    """A size for people: `512 bytes`, `22.5 KiB`, `130.9 MiB`, `2.25 GiB`."""
+    """Formats a size for people: `512 bytes`, `22.5 KiB`, `130.9 MiB`, `2.25 GiB`."""
     if abs(size) >= 1 << 30:
         return f"{size / (1 << 30):,.2f} GiB"
     if abs(size) >= 1 << 20:

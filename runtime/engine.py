@@ -1,4 +1,4 @@
-"""An engine file, opened to be run."""
+"""An engine file that is open for running."""
 
 import copy
 from collections.abc import Collection, Container
@@ -22,33 +22,34 @@ from enginewright.runtime.text.generation_config import fault_of
 from enginewright.runtime.text.tokenizer import Tokenizer
 from enginewright.targets import CPU, TARGETS, architectures, choose_code, platforms_of
 
-# Of tokenizer_config.json: texts that requests read.
+# Keys of tokenizer_config.json whose values are special tokens, which requests read as text.
 TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Engine:
-    """Plan, weights and tokenizer of an engine; use it in `with`, or close it.
+    """Plan, weights and tokenizer of an open engine file; use it in `with`, or close it.
 
-    Weights are used where they are mapped, or read where `RuntimeConfig.mmap` is False, and are hashed by `verify`
-    alone; everything else was checked.
+    Weights are used where they are mapped, or are read into memory where `RuntimeConfig.mmap` is False. Their hashes
+    are checked only with `verify`; everything else is checked when the file is opened.
     """
 
     def __init__(self, file: EngineFile, target: str) -> None:
         self.file, self.target = file, target
-        self._mapped: list[_cpu.MappedFile] = []  # one at most; those of all roles share it
+        self._mapped: list[_cpu.MappedFile] = []  # at most one, which the engines of all roles share
         self.plan = Plan.from_json(bytes(file.section(plan_section(target))))
 
     @classmethod
     def open(cls, path: str | Path, target: str = CPU, *, verify: bool = False) -> "Engine":
-        """Open an engine.
+        """Opens an engine file.
 
         Args:
-            target: what to run on, a platform: `cpu` or `cuda`.
-            verify: hash the weights, too.
+            path: the engine file.
+            target: the platform to run on, `cpu` or `cuda`.
+            verify: whether to check the hashes of the weights, too.
 
         Raises:
             CorruptEngineError: the file is damaged.
-            NoCodeForMachineError: the engine was not built for it.
+            NoCodeForMachineError: the engine was not built for this platform.
         """
         file = EngineFile.open(path)
         try:
@@ -70,13 +71,16 @@ class Engine:
             raise
 
     def for_role(self, role: str) -> "Engine":
-        """The same engine with the plan of another of its models, one of ROLES; closed with this one.
+        """Returns the same engine with the plan of another of its models; it is closed together with this one.
+
+        Args:
+            role: the role of the model, one of ROLES.
 
         Raises:
-            UsageError: it has no such model.
+            UsageError: the engine has no such model.
         """
         if role not in self.manifest.roles:
-            there = f"it has {', '.join(self.manifest.roles)}" if self.manifest.roles else "it has one model alone"
+            there = f"it has {', '.join(self.manifest.roles)}" if self.manifest.roles else "it has only one model"
             raise UsageError(
                 f"{self.file.path} has no {role} model", there, "Build it again with one: engine build --draft."
             )
@@ -86,6 +90,7 @@ class Engine:
 
     @property
     def manifest(self) -> Manifest:
+        """Manifest of the engine file."""
         return self.file.manifest
 
     @property
@@ -94,29 +99,42 @@ class Engine:
         return sum(form.nbytes for name, form in self.file.sections.items() if name.startswith(WEIGHTS))
 
     def bytes_of_plan(self, without: Container[str] = ()) -> int:
-        """Bytes of the weights that this plan reads, but for some by name."""
+        """Bytes of the weights that this plan reads, except for the names in `without`."""
         return sum(self.weight(name)[1].nbytes for name in self.plan.weight_names() if name not in without)
 
     def bytes_beside(self, weights: Collection[str]) -> int:
-        """Bytes of the weights that are still to come where some are there: all of the engine's, if none are."""
+        """Bytes of the weights still to load when `weights` are loaded: all of the engine's if none are."""
         return self.bytes_of_plan(without=weights) if weights else self.weight_bytes
 
     def weight(self, name: str) -> tuple[memoryview, SectionForm]:
-        """A packed weight of the plan and its form."""
+        """Finds a packed weight of the plan.
+
+        Returns:
+            The bytes in the mapped file, and their form.
+
+        Raises:
+            CorruptEngineError: the file has no such section.
+        """
         section = f"{WEIGHTS}{name}"
         if section not in self.file.sections:
             raise CorruptEngineError(f"{self.file.path} is incomplete", f"it has no section {section}")
         return self.file.section(section), self.file.sections[section]
 
     def read_weight(self, name: str, begin: int, buffer: NDArray[np.uint8]) -> None:
-        """Fill a buffer with bytes of a packed weight from `begin` on, past the mapping; threads may do so at once."""
+        """Reads a part of a packed weight from the file, not through the mapping; several threads may do so at once.
+
+        Args:
+            name: the name of the weight.
+            begin: the offset of the first byte in the weight.
+            buffer: the memory to fill.
+        """
         self.file.read_into(f"{WEIGHTS}{name}", begin, buffer.data)
 
     def architecture(self, capability: tuple[int, int]) -> str:
-        """Whose code a GPU of this compute capability runs.
+        """Name of the architecture whose code a GPU of this compute capability runs.
 
         Raises:
-            NoCodeForMachineError: the engine has none for it.
+            NoCodeForMachineError: the engine has no code for this GPU.
         """
         return choose_code(capability, architectures(self.manifest.targets), str(self.file.path))
 
@@ -124,42 +142,50 @@ class Engine:
         """The kernels for a GPU of this compute capability.
 
         Raises:
-            NoCodeForMachineError: the engine has none.
-            CorruptEngineError: they are damaged.
+            NoCodeForMachineError: the engine has no code for this GPU.
+            CorruptEngineError: the kernels are damaged.
         """
         section = f"{CODE}{self.architecture(capability)}"
         return read_code(self.file.section(section), section)
 
     def check_mapped_weights(self) -> None:
-        """See that the weights of `weight` are those that were opened: before they are first used, and each time that
-        something was computed with them, before it is given away.
+        """Checks that the mapped weights have not changed since the file was opened.
 
-        From the first call on, a file that is cut short under a running step does not end the process by SIGBUS.
+        It is called before the weights are first used, and after each step before its results are given out. From the
+        first call on, a file that is truncated during a step does not end the process by SIGBUS.
 
         Raises:
-            CorruptEngineError: somebody has written to the file, or it could not be read.
+            CorruptEngineError: the file was written to, or could not be read.
             EngineError: the engine is closed.
         """
         self.file.check_unchanged()
         if not self._mapped:
             self._mapped.append(_cpu.MappedFile(self.file.mapping))
         if self._mapped[0].faulted:
-            why = "its disk failed, or it was cut short for a moment (the system raised SIGBUS)"
+            why = "its disk failed, or it was truncated for a moment (the system raised SIGBUS)"
             raise CorruptEngineError(f"{self.file.path} could not be read while it is in use", why, "Start again.")
 
     def check_in_use(self) -> None:
-        """As `check_mapped_weights`, if the weights are used where they are mapped; else the file does not matter."""
+        """Checks the mapped weights if they are used where they are mapped; otherwise the file no longer matters.
+
+        Raises:
+            CorruptEngineError, EngineError: as `check_mapped_weights`.
+        """
         if self._mapped:
             self.check_mapped_weights()
 
     def _check_texts(self) -> None:
-        """What requests will read, before the first of them: the hashes tell damage, not what a builder took over."""
+        """Parses the texts that requests will read, before the first request.
+
+        The hashes show damage, but not mistakes that a builder copied from the checkpoint.
+        """
         _ = self._chat_template, self._tokenizer_config, self.generation_config
         if not self.plan.generates:
             _ = self.embedding
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the engine, with its chat template."""
         return Tokenizer(self.file.read_section("tokenizer.json"), self._tokenizer_config, self._chat_template)
 
     @cached_property
@@ -176,7 +202,7 @@ class Engine:
         config = self._json("tokenizer_config.json")
         for key in TOKEN_KEYS:
             token = config.get(key)
-            if isinstance(token, dict):  # a token with how it is matched, as some files have it
+            if isinstance(token, dict):  # some files store a token together with its matching rules
                 token = config[key] = token.get("content")
             if token is not None and not isinstance(token, str):
                 raise self._unusable("tokenizer_config.json", f"{key} is {token!r:.80}, not a text")
@@ -184,6 +210,11 @@ class Engine:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
+        """The model's defaults for sampling (generation_config.json).
+
+        Raises:
+            CorruptEngineError: the section is no valid generation config.
+        """
         config = self._json("generation_config.json")
         if fault := fault_of(config, self.plan.vocab_size):
             raise self._unusable("generation_config.json", fault)
@@ -191,17 +222,17 @@ class Engine:
 
     @cached_property
     def embedding(self) -> EmbeddingConfig:
-        """How texts become vectors or scores, where the engine does not generate text."""
+        """Conversion of the model's output into vectors or scores, for an engine that does not generate text."""
         return EmbeddingConfig.from_json(self.file.read_section(EMBEDDING))
 
     @property
     def embeds(self) -> bool:
-        """Whether it gives vectors."""
+        """True if the engine's output is vectors."""
         return "embedding" in self.plan.outputs
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: those of the generation config and the tokenizer's own, as either may lack one."""
+        """Token ids that end a text: of the generation config and of the tokenizer, since either may lack one."""
         listed = self.generation_config.get("eos_token_id")
         own = self.tokenizer.token_id(self.tokenizer.config.get("eos_token"))
         ends = [*(listed if isinstance(listed, list) else [listed]), own]
@@ -215,10 +246,11 @@ class Engine:
             raise CorruptEngineError(f"section {section} cannot be read", str(error), "Build it again.") from error
 
     def _unusable(self, section: str, why: str) -> CorruptEngineError:
-        fix = "Build it again from a checkpoint that has it right."
+        fix = "Build it again from a checkpoint in which it is correct."
         return CorruptEngineError(f"section {section} of {self.file.path} cannot be used", why, fix)
 
     def close(self) -> None:
+        """Closes the engine file and frees the tokenizer."""
         self._mapped.clear()
         if "tokenizer" in vars(self):
             self.tokenizer.close()

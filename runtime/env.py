@@ -1,4 +1,4 @@
-"""Environment variables: all of them are read here."""
+"""Reads all environment variables of the project; no other file reads any."""
 
 import os
 import sys
@@ -9,12 +9,16 @@ from enginewright.errors import UsageError
 
 
 def cpu_isa() -> str | None:
-    """ENGINEWRIGHT_CPU_ISA: the instruction set to use, instead of the best one this machine has."""
+    """ENGINEWRIGHT_CPU_ISA: the instruction set to use instead of the best one that this machine has."""
     return os.environ.get("ENGINEWRIGHT_CPU_ISA") or None
 
 
 def num_threads() -> int | None:
-    """ENGINEWRIGHT_NUM_THREADS: threads of the CPU executor, instead of one a core."""
+    """ENGINEWRIGHT_NUM_THREADS: threads of the CPU executor, instead of one for each core.
+
+    Raises:
+        UsageError: the value is not a number from 1 to 1024.
+    """
     text = os.environ.get("ENGINEWRIGHT_NUM_THREADS")
     if not text:
         return None
@@ -24,25 +28,29 @@ def num_threads() -> int | None:
 
 
 def compiler_environment() -> dict[str, str]:
-    """For processes that compile: what they need to run, and nothing that changes what they make."""
+    """Environment of a process that compiles: all that it needs, and nothing that changes its output."""
     needed = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TMPDIR")
     found = {name: os.environ[name] for name in needed if name in os.environ}
-    return found | {"CUDA_VISIBLE_DEVICES": ""}  # NVRTC calls cuInit where there is a driver, in each process
+    return found | {"CUDA_VISIBLE_DEVICES": ""}  # else NVRTC would call cuInit in each process
 
 
 def worker_environment() -> dict[str, str]:
-    """For a Python process that needs the modules of this one, and the zone of its clock."""
+    """Environment of a Python process with the same module path and time zone as this one."""
     zone = {"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}
     return zone | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def notify_socket() -> str | None:
-    """NOTIFY_SOCKET: where systemd listens for what a service of Type=notify says; @ begins an abstract name."""
+    """NOTIFY_SOCKET: socket on which systemd hears from a service of Type=notify; @ starts an abstract name."""
     return os.environ.get("NOTIFY_SOCKET") or None
 
 
 def source_date() -> datetime | None:
-    """SOURCE_DATE_EPOCH: seconds since 1970 that stand for now in what has to be the same every time it is made."""
+    """SOURCE_DATE_EPOCH: seconds since 1970, used as the current time in outputs that must be reproducible.
+
+    Raises:
+        UsageError: the value is not a whole number of seconds.
+    """
     text = os.environ.get("SOURCE_DATE_EPOCH")
     if not text:
         return None
@@ -52,6 +60,6 @@ def source_date() -> datetime | None:
 
 
 def cache_folder() -> Path:
-    """XDG_CACHE_HOME: where what can be made again is kept, in a folder of ours; may not exist yet."""
+    """XDG_CACHE_HOME: folder of ours for files that can be made again; it may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "enginewright"

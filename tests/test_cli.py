@@ -232,7 +232,7 @@ def test_usage_is_2(engine: Path, tmp_path: Path) -> None:
     assert "Did you mean 'inspect'?" in refused(2, "inspct", engine)
     assert "--max-tokens" in refused(2, "generate", engine, "-p", "x", "--max-tokns", "3")
     assert "one of --prompt" in refused(2, "generate", engine)
-    assert "32k and 2g are understood" in refused(2, "build", "x", "--max-seq-len", "many")
+    assert "32k and 2g are accepted" in refused(2, "build", "x", "--max-seq-len", "many")
     assert refused(2, "build", tmp_path / "nothing-here")
     long = refused(2, "generate", engine, "-p", "word " * 600)
     assert "context length is 512" in long

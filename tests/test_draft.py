@@ -134,7 +134,7 @@ def test_inspect_shows_roles(built: dict[str, BuildReport]) -> None:
 def test_an_engine_without_the_role(built: dict[str, BuildReport]) -> None:
     with (
         Engine.open(built["target"].path) as engine,
-        pytest.raises(UsageError, match=r"has no draft model.*one model alone"),
+        pytest.raises(UsageError, match=r"has no draft model.*only one model"),
     ):
         engine.for_role("draft")
 

@@ -561,7 +561,7 @@ def test_an_entry_of_any_size_is_kept_where_nothing_else_waits(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"kv_cache_dir": "somewhere"}, "kv_cache_dir goes with kv_cache_disk"),
+        ({"kv_cache_dir": "somewhere"}, "kv_cache_dir needs kv_cache_disk"),
         ({"kv_cache_disk": "1k"}, "what a few tokens leave takes"),
         ({"kv_cache_disk": "many"}, "kv_cache_disk"),
         ({"kv_cache_disk": "1g", "enable_prefix_caching": False}, "kv_cache_disk goes with a prefix cache"),

@@ -221,7 +221,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"ipc://{tmp_path}/events"
     with pytest.raises(UsageError, match="goes with a prefix cache"):
         LLM(tiny_engine(), kv_events=address, enable_prefix_caching=False)
-    with pytest.raises(UsageError, match="go with kv_events"):
+    with pytest.raises(UsageError, match="need kv_events"):
         RuntimeConfig(kv_events_replay=address)
     with pytest.raises(UsageError, match="KV events cannot listen at tcp://\\*:99999"):
         LLM(tiny_engine(), kv_events="tcp://*:99999")

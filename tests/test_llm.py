@@ -158,7 +158,7 @@ def test_limits_that_are_none(engine: Engine) -> None:
     assert "at least 1" in refused(max_num_seqs=0)
     assert "max_num_seqs is 2.5" in refused(max_num_seqs=2.5)
     assert "max_model_len is True" in refused(max_model_len=True)
-    assert "kv_cache_memory: 'much' is no size in bytes" in refused(kv_cache_memory="much")
+    assert "kv_cache_memory: 'much' is not a size in bytes" in refused(kv_cache_memory="much")
     assert "enable_prefix_caching is 'no'" in refused(enable_prefix_caching="no")
     assert "device is 0" in refused(device=0)
     assert "isa is 2" in refused(isa=2)

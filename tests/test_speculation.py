@@ -365,7 +365,7 @@ def test_options_that_make_no_sense() -> None:
         RuntimeConfig(speculate_tokens=0)
     path = engine_of("gemma3_text")
     for role, memory in ("draft", None), ("draft", "8m"), ("skip", None), ("mtp", None):
-        with pytest.raises(UsageError, match=rf"has no {role} model.*one model alone"):
+        with pytest.raises(UsageError, match=rf"has no {role} model.*only one model"):
             LLM(path, **LIMITS, speculate=role, kv_cache_memory=memory)
     said = CliRunner().invoke(
         main, ["generate", str(path), "-p", "a", "--speculate", "ngram", "--speculate-tokens", "99"]
