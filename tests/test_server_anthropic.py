@@ -274,7 +274,7 @@ def test_errors_have_anthropics_form(server: Running, client: anthropic.Anthropi
         client.messages.create(model="other", max_tokens=1, messages=[{"role": "user", "content": "x"}])
     assert found.value.body == {
         "type": "error",
-        "error": {"type": "not_found_error", "message": "there is no model 'other' here, but tiny"},
+        "error": {"type": "not_found_error", "message": "there is no model 'other' here, only tiny"},
     }
     for headers in ({}, {"X-Api-Key": "other"}, {"Authorization": "Bearer other", "X-Api-Key": "key"}):
         refused = server.post(MESSAGES, {"messages": HELLO}, headers)
@@ -368,14 +368,14 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ({"thinking": {"type": "between_tools"}}, "thinking.type: invalid enum"),
         ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "thinking.budget_tokens must be at least 1, and less"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be at least 1"),
-        ({"thinking": {"type": "adaptive", "budget_tokens": 1}}, "thinking.budget_tokens goes with the type enabled"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 1}}, "thinking.budget_tokens is only for the type enabled"),
         ({"thinking": {"type": "adaptive", "display": "x"}}, "thinking.display: invalid enum"),
         (
             {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}},
-            "thinking and chat_template_kwargs say different things of enable_thinking",
+            "thinking and chat_template_kwargs set different values of enable_thinking",
         ),
         ({"max_tokens": -1}, "max_tokens must be between 0 and"),
-        ({"tool_choice": {"type": "none", "name": "x"}}, "tool_choice.name goes with the type tool"),
+        ({"tool_choice": {"type": "none", "name": "x"}}, "tool_choice.name is only for the type tool"),
         ({"timeout": 0}, "timeout must be above 0"),
         ({"priority": 1001}, "priority must be between -1000 and 1000"),
         ({"tools": [3]}, "tools[0]: expected `object`"),
@@ -390,8 +390,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ({"tool_choice": "any"}, "tool_choice: expected `object | null`"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type: invalid enum"),
         ({"tool_choice": {"type": "any"}}, "tool_choice wants one of tools: none"),
-        ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice.name goes with the type tool"),
-        ({"tool_choice": {"type": "any", "name": "add"}, "tools": TOOLS}, "tool_choice.name goes with the type tool"),
+        ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice.name is only for the type tool"),
+        ({"tool_choice": {"type": "any", "name": "add"}, "tools": TOOLS}, "tool_choice.name is only for the type tool"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": TOOLS}, "tool_choice wants one of tools: add, stop"),
         ({"output_config": {"effort": "much"}}, "output_config.effort: invalid enum"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type: invalid enum"),
@@ -403,7 +403,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
         ({"mcp_servers": [{}]}, "mcp_servers is not implemented"),
         ({"n": 2}, "n is not implemented: there is one answer in this API"),
         ({"max_completion_tokens": 2}, "max_completion_tokens is not implemented"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls is not implemented: another key says it in this API"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls is not implemented: this API has another key for it"),
     ],
 )
 def test_what_cannot_be(server: Running, body: dict[str, Any], words: str) -> None:
@@ -460,7 +460,7 @@ def test_the_timeout_of_a_count(server: Running) -> None:
 def test_a_model_that_does_not_think() -> None:
     with running() as server:
         answer = post(server, {"thinking": {"type": "enabled"}})
-        assert answer.status == 400 and "knows no reasoning" in answer.json["error"]["message"]
+        assert answer.status == 400 and "has no reasoning" in answer.json["error"]["message"]
         answer = post(server, {"tools": TOOLS})
         assert answer.status == 400 and "tools: the model's chat template shows no tools" in answer.body.decode()
         forced = {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "add"}, "max_tokens": 400}

@@ -195,7 +195,7 @@ def test_what_comes_before_the_answer_is_dropped(
                 connection.sendall(first)
                 wait_until(lambda: server.llm.step_s > 0)
                 connection.sendall(more)
-                wait_until(lambda: protocols[0]._deaf)
+                wait_until(lambda: protocols[0]._drops_input)
         else:
             connection.sendall(first + more)
         said = read_to_end(connection)

@@ -252,7 +252,7 @@ def test_what_cannot_be_opened_harms_nobody(folder: Path, tmp_path: Path) -> Non
         assert states(server) == {"bad": "failed", "big": "failed", "llama": "closed"}
         server.complete("a", model="llama")
         bad, big = (server.post(COMPLETIONS, {"prompt": "a", "model": name}) for name in ("bad", "big"))
-        for answer, why in ((bad, "its file is damaged"), (big, "it takes more memory than this server has")):
+        for answer, why in ((bad, "its file is damaged"), (big, "it needs more memory than this server has")):
             assert (answer.status, answer.error["code"]) == (503, "model_unavailable")
             assert answer.error["message"].endswith(why) and str(tmp_path) not in answer.error["message"]
         assert server.ask("GET", "/health").status == 200

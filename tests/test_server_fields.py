@@ -22,9 +22,9 @@ RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/coun
 BODIES: Mapping[str, tuple[type[msgspec.Struct], Sequence[str], dict[str, Any]]] = {
     CHAT: (ChatBody, (), {"messages": HELLO, "max_tokens": 1}),
     COMPLETIONS: (CompletionBody, (), {"prompt": "x", "max_tokens": 1}),
-    RESPONSES: (ResponsesBody, responses_body.SAME, {"input": "x", "max_output_tokens": 1}),
-    MESSAGES: (MessagesBody, anthropic_body.SAME, {"messages": HELLO, "max_tokens": 1}),
-    COUNT: (MessagesBody, anthropic_body.SAME, {"messages": HELLO}),
+    RESPONSES: (ResponsesBody, responses_body.SHARED_KEYS, {"input": "x", "max_output_tokens": 1}),
+    MESSAGES: (MessagesBody, anthropic_body.SHARED_KEYS, {"messages": HELLO, "max_tokens": 1}),
+    COUNT: (MessagesBody, anthropic_body.SHARED_KEYS, {"messages": HELLO}),
     "/v1/embeddings": (EmbeddingBody, (), {"input": "x"}),
     "/v1/rerank": (RerankBody, (), {"query": "x", "documents": ["y"]}),
     "/v1/score": (ScoreBody, (), {"text_1": "x", "text_2": "y"}),

@@ -518,7 +518,7 @@ def parts(*given: Any) -> dict[str, Any]:
         ({"stream": 1}, "stream", "expected `bool | null`"),
         ({"store": "x"}, "store", "expected `bool | null`"),
         ({"metadata": {"a": 1}}, "metadata[...]", "expected `str`"),
-        ({"previous_response_id": "resp_x"}, "previous_response_id", "there is no response 'resp_x' to go on from"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id", "there is no response 'resp_x' to continue"),
         ({"include": ["reasoning"]}, "include", "'reasoning'; there is message.output"),
         ({"include": LOGPROBS}, "include", "expected `array | null`"),
         ({"include": [3]}, "include[0]", "expected `str`"),
@@ -559,7 +559,7 @@ def parts(*given: Any) -> dict[str, Any]:
             "text.format cannot be compiled",
         ),
         *(
-            ({"text": {"format": {"type": kind, name: value}}}, f"text.format.{name}", "goes with the type json_schema")
+            ({"text": {"format": {"type": kind, name: value}}}, f"text.format.{name}", "only for the type json_schema")
             for kind in ("text", "json_object")
             for name, value in (("schema", {}), ("name", "x"), ("description", "x"), ("strict", True))
         ),
@@ -573,7 +573,7 @@ def parts(*given: Any) -> dict[str, Any]:
         (
             {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"thinking": True}},
             "reasoning.effort",
-            "reasoning.effort and chat_template_kwargs say different things of thinking",
+            "reasoning.effort and chat_template_kwargs set different values of thinking",
         ),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort", "reasoning.effort: invalid enum"),
         ({"reasoning": {"summary": "none"}}, "reasoning.summary", "invalid enum"),
@@ -583,8 +583,8 @@ def parts(*given: Any) -> dict[str, Any]:
         ({"truncation": "auto", "input": "x " * 5000}, "input", "maximum context length"),
         ({"conversation": "conv_x"}, "conversation", "not implemented"),
         ({"prompt": {"id": "x"}}, "prompt", "not implemented"),
-        ({"top_logprobs": 2}, "top_logprobs", 'top_logprobs goes with include: ["message.output_text.logprobs"]'),
-        ({"top_logprobs": -1}, "top_logprobs", "top_logprobs goes with include"),
+        ({"top_logprobs": 2}, "top_logprobs", 'top_logprobs needs include: ["message.output_text.logprobs"]'),
+        ({"top_logprobs": -1}, "top_logprobs", "top_logprobs needs include"),
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "top_logprobs must be between 0 and 20"),
         ({"top_logprobs": -1, "include": [LOGPROBS]}, "top_logprobs", "top_logprobs must be between 0 and 20"),
         ({"top_logprobs": "2", "include": [LOGPROBS]}, "top_logprobs", "expected `int | null`"),

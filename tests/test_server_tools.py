@@ -470,7 +470,7 @@ def _function(**keys: Any) -> list[Any]:
         (
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
             "reasoning_effort",
-            "reasoning_effort and chat_template_kwargs say different things of enable_thinking",
+            "reasoning_effort and chat_template_kwargs set different values of enable_thinking",
         ),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "tool"),
         (

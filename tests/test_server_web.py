@@ -69,7 +69,7 @@ def test_tls(tmp_path: Path) -> None:
         os.replace(certificate(tmp_path, "second")[1], key)  # the key alone: it is not the certificate's
         opened.send_signal(signal.SIGHUP)
         line = opened.stderr.readline()
-        assert "the certificate stays as it was" in line and "is not the key of" in line
+        assert "the certificate was not replaced" in line and "is not the key of" in line
         assert common_name() == "the one in the file"
         certificate(tmp_path, "first")
         assert common_name() == "another"
@@ -101,7 +101,7 @@ def test_files_that_are_no_certificate(tmp_path: Path) -> None:
     for certfile, keyfile, message in wrong:
         with pytest.raises(UsageError, match=message):
             Tls(certfile, keyfile)
-    with pytest.raises(UsageError, match="ssl_keyfile is there without ssl_certfile"):
+    with pytest.raises(UsageError, match="ssl_keyfile needs ssl_certfile"):
         ServerConfig(ssl_keyfile=key)
 
 

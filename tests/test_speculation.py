@@ -341,7 +341,7 @@ def test_what_is_reported() -> None:
     assert output.num_guessed_tokens == sum(stats.speculation.guessed) > output.num_accepted_tokens - 1 > 0
     (shown,) = to_dicts(output)
     assert shown["num_accepted_tokens"] == sum(stats.speculation.accepted)
-    usage = Usage(3, 9, 0, guessed_tokens=7, accepted_tokens=5).to_dict()
+    usage = Usage(3, 9, 0, draft_tokens=7, accepted_tokens=5).to_dict()
     assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
     assert "completion_tokens_details" not in Usage(3, 9, 0).to_dict()
     counted = Stats(speculation=SpeculationStats(3, (3, 2), (2, 1)))

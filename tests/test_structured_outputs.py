@@ -385,14 +385,14 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     (
         {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
         "response_format.json_schema",
-        "response_format.json_schema goes with the type json_schema",
+        "response_format.json_schema is only for the type json_schema",
     ),
     (
         {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
         "response_format.json_schema",
-        "goes with the type json_schema",
+        "is only for the type json_schema",
     ),
-    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "goes with the type json_object"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "is only for the type json_object"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "cannot be combined"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "makes no sense with structured"),
     ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens", "makes no sense with structured"),

@@ -32,7 +32,7 @@ from enginewright.runtime.core.prompts import Prompt
 from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
 from enginewright.runtime.server.chat import CHAT_KEYS, ChatForm
 from enginewright.runtime.server.completions import COMPLETION_KEYS, CompletionBody, CompletionForm
-from enginewright.runtime.server.errors import ApiError, from_engine, of_answer
+from enginewright.runtime.server.errors import ApiError, answer_error, from_engine
 from enginewright.runtime.server.form import Choice, Form, PromptPart, Usage
 from enginewright.runtime.server.keys import Known, UnusedKeys
 from enginewright.runtime.server.protocol import Body, decode
@@ -314,7 +314,7 @@ def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> t
     outputs = [output for result in results for output in result.outputs]
     failed = [output for output in outputs if output.finish_reason == "error"]
     if failed:
-        error = of_answer(failed[0].stop_reason)
+        error = answer_error(failed[0].stop_reason)
     if error is not None:
         return error.status, error.body
     assert work.form is not None and work.body is not None
@@ -322,7 +322,7 @@ def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> t
         prompt_tokens=sum(len(result.prompt_token_ids) for result in results),
         completion_tokens=sum(len(output.token_ids) for output in outputs),
         cached_tokens=sum(result.num_cached_tokens for result in results),
-        guessed_tokens=sum(result.num_guessed_tokens for result in results),
+        draft_tokens=sum(result.num_guessed_tokens for result in results),
         accepted_tokens=sum(result.num_accepted_tokens for result in results),
     )
     choices: list[Choice] = []

@@ -1,4 +1,4 @@
-"""Responses and errors as Anthropic's API has them."""
+"""Responses and errors in the format of Anthropic's API."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from enginewright.runtime.text.messages.calls import Call
 from enginewright.runtime.text.messages.history import INVALID_JSON
 from enginewright.runtime.text.messages.parser import Reasoning
 
-OVERLOADED = 529  # Anthropic's status of a server that takes no work just now
+OVERLOADED = 529  # Anthropic's HTTP status of a server that accepts no work at the moment
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -27,28 +27,34 @@ ERROR_TYPES = {
 
 
 class AnthropicError(ApiError):
-    """{"type": "error", "error": {"type", "message"}}."""
+    """Error as JSON: {"type": "error", "error": {"type", "message"}}."""
 
     @classmethod
     def of(cls, error: ApiError) -> "AnthropicError":
+        """Converts an error of the other APIs."""
         status = OVERLOADED if error.status == 503 else error.status
         return cls(status, error.message, param=error.param, code=error.code, headers=error.headers)
 
     @property
     def type(self) -> str:
+        """Type of the error in Anthropic's API."""
         return ERROR_TYPES.get(self.status, "invalid_request_error")
 
     @property
     def body(self) -> bytes:
+        """The error as JSON."""
         return encode({"type": "error", "error": {"type": self.type, "message": self.message}})
 
 
 class MessagesForm(PartsForm):
+    """Response of Anthropic's API: a message of content blocks."""
+
     id_prefix = "msg_"
     prompt_key = "messages"
     renames = RENAMES
 
     def opening(self, choice: Choice, cached_tokens: int) -> bytes:
+        """The events at the start of a message."""
         usage = _usage(Usage(len(choice.prompt.token_ids), 0, cached_tokens))
         start = self._message([], stop_reason=None, stop_sequence=None, usage=usage)
         return typed_event("message_start", message=start) + typed_event("ping")
@@ -78,6 +84,7 @@ class MessagesForm(PartsForm):
         return delta + typed_event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
+        """The event of an error."""
         return b"event: error\ndata: " + AnthropicError.of(error).body + b"\n\n"
 
     def _body(self, choice: Choice, usage: Usage) -> bytes:
@@ -89,7 +96,10 @@ class MessagesForm(PartsForm):
         return about | {"content": content} | keys
 
     def _block(self, part: Part, *, whole: bool) -> dict[str, Any]:
-        """A block of the answer, or its beginning. Clients keep no thinking that is not signed: the id is enough."""
+        """A block of the answer, or its start.
+
+        Clients drop thinking without a signature; the response's id serves as one.
+        """
         if part.kind is Call:
             return {
                 "type": "tool_use",
@@ -113,8 +123,10 @@ class MessagesForm(PartsForm):
 
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
-    """Arguments as they are written. Those that were cut off, or that JSON parsers refuse, such as 1e999 and halves of
-    surrogate pairs, are under the key that Anthropic wants such in.
+    """Arguments of a call as the model wrote them.
+
+    Arguments that were cut off, or that JSON parsers refuse, such as 1e999 and unpaired surrogates, are returned under
+    the key that Anthropic defines for them.
     """
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
@@ -124,7 +136,7 @@ def _input(arguments: str) -> msgspec.Raw | dict[str, str]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Tokens from the prefix cache are counted apart from the others."""
+    """Token counts; tokens from the prefix cache are counted apart from the others."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

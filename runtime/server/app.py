@@ -1,4 +1,4 @@
-"""The routes, and who may use them."""
+"""The routes of the server, and the check of API keys."""
 
 import hmac
 import time
@@ -30,7 +30,7 @@ from enginewright.runtime.server.completions import COMPLETION_KEYS, CompletionF
 from enginewright.runtime.server.cors import Cors
 from enginewright.runtime.server.embeddings import EmbeddingBody, RerankBody, ScoreBody, TextsRoute
 from enginewright.runtime.server.engines import Engines
-from enginewright.runtime.server.errors import ApiError, internal, speaking_of
+from enginewright.runtime.server.errors import ApiError, error_context, internal
 from enginewright.runtime.server.form import Form, encode
 from enginewright.runtime.server.generation import Generation, template_errors
 from enginewright.runtime.server.hosts import HostCheck
@@ -48,12 +48,12 @@ from enginewright.runtime.server.wire import ClientGone, header, send_error
 from enginewright.runtime.server.work import check_timeout, work_of
 from enginewright.runtime.text.tokenizer import Tokenizer
 
-# To anybody, as the page is: who restarts servers needs no key. Metrics tell what clients do, and want one.
+# Open to everybody, as the page is, so that a supervisor needs no key. Metrics show what clients do, and require one.
 HEALTH_PATH = b"/health"
 
 
 class App:
-    """The ASGI application. Every request passes here first, where the Host header and the key are looked at."""
+    """The ASGI application: checks Host header and API key of every request, and passes it to its route."""
 
     def __init__(self, engines: Engines, hosts: HostCheck) -> None:
         self._engines, self._hosts = engines, hosts
@@ -95,7 +95,7 @@ class App:
         self._starlette.router.redirect_slashes = False  # it would go where the Host header says
 
     def close(self) -> None:
-        """Send what is left to whoever follows requests. It may take seconds."""
+        """Sends the traces that are left, which may take seconds."""
         if self._traces is not None:
             self._traces.close()
 
@@ -103,7 +103,7 @@ class App:
         scope["log"] = log = RequestLog(scope)
         began_ns = time.time_ns()
         try:
-            await self._answer(scope, receive, self._cors.returning(scope, log.returning(send)))
+            await self._answer(scope, receive, self._cors.with_headers_in(scope, log.with_headers_in(send)))
         finally:
             log.write()
             if self._traces is not None:
@@ -123,10 +123,10 @@ class App:
         await self._starlette(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> str:
-        """Whose request it is: each key is one, and without keys all are one.
+        """Tenant of a request, the hash of its API key; without keys all requests belong to one tenant.
 
-        Every key is compared, in a time that depends on none of them. The path is the one that came over the wire:
-        nothing that a router or a Host header makes of it plays a part.
+        Every key is compared, in a time that depends on none of them. The path is compared as it was sent: neither a
+        router nor a Host header can change it.
         """
         if not self._keys or scope["raw_path"] in self._open_paths:
             return ""
@@ -164,12 +164,12 @@ class App:
             return _json({"prompt": await llm.decode(body.tokens)})
 
     async def _count_tokens(self, request: Request) -> Response:
-        """Of what POST /v1/messages would show to the model."""
+        """Number of tokens that POST /v1/messages would show to the model."""
         data = await self._engines.bodies.read(request.scope, request.receive)
         unused = _unused(self._engines, request.scope)
         with unused.places_as_sent():
             messages = read_messages(data, self._engines.max_vocab_size, unused, counted=True)
-        with unused.places_as_sent(), speaking_of(MessagesForm.prompt_key, MessagesForm.renames):
+        with unused.places_as_sent(), error_context(MessagesForm.prompt_key, MessagesForm.renames):
             check_timeout(messages.chat.timeout)
             async with self._use(request, messages.chat.model, messages.chat.timeout) as llm:
                 messages.check(llm.engine.tokenizer)
@@ -179,7 +179,7 @@ class App:
                 return _json({"input_tokens": len(await _encode(llm, prompt))})
 
     async def _read(self, request: Request, known: Known) -> Any:
-        """The body of a request that no answer is generated for."""
+        """Reads the body of a request that generates no answer."""
         data = await self._engines.bodies.read(request.scope, request.receive)
         return decode(data, known, self._engines.max_vocab_size, _unused(self._engines, request.scope))
 
@@ -216,7 +216,7 @@ class App:
         return response
 
     def _noted(self, error: ApiError, scope: Scope) -> ApiError:
-        """An error that goes out, counted and logged, in the form of the API that was asked."""
+        """Counts and logs an error, and converts it to the format of the requested API."""
         if scope["path"].startswith("/v1/messages"):
             error = AnthropicError.of(error)
         self._engines.reject(error.status, scope["log"].model)
@@ -230,25 +230,25 @@ class App:
         return await self._refuse(request, ApiError(error.status_code, f"there is {what}", headers=headers))
 
     async def _crash(self, request: Request, error: Exception) -> Response:
-        """uvicorn logs the traceback."""
+        """Answers an unexpected exception; uvicorn logs the traceback."""
         return await self._refuse(request, internal())
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A request that generates."""
+class ParsedRequest:
+    """A request that generates, read and checked."""
 
-    body: Body
-    form: Callable[..., Form]  # of the response: takes what a Form does
-    # Raises ApiError for what the engine that is named cannot do.
-    check: Callable[[Tokenizer], None] = lambda _: None
+    body: Body  # sampling parameters and prompts
+    form: Callable[..., Form]  # constructor of the response, called with the arguments of a Form
+    check: Callable[[Tokenizer], None] = lambda _: None  # raises ApiError for features that the engine does not have
 
 
 class CompletionRoute(ABC):
     """POST of one of the APIs that generate.
 
     Args:
-        form: the type of the response's JSON.
+        engines: the engines of the server.
+        form: the class of the response.
     """
 
     def __init__(self, engines: Engines, form: type[Form]) -> None:
@@ -263,7 +263,7 @@ class CompletionRoute(ABC):
                 request = self._read(data, scope["tenant"], unused)
             body = request.body
             structures = {"structured_outputs": body.structure_key}
-            with unused.places_as_sent(), speaking_of(prompt_key, renames), speaking_of(prompt_key, structures):
+            with unused.places_as_sent(), error_context(prompt_key, renames), error_context(prompt_key, structures):
                 work = work_of(scope, body.priority)
                 check_timeout(body.timeout)
                 async with self._engines.use(body.model, receive, body.timeout) as (model, service):
@@ -284,52 +284,54 @@ class CompletionRoute(ABC):
             log.is_gone = True
 
     @abstractmethod
-    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> Reading:
-        """A request. Raises ApiError for what is none of this API."""
+    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> ParsedRequest:
+        """Parses a request. Raises ApiError if it is not valid in this API."""
 
 
 class ChoicesRoute(CompletionRoute):
-    """POST of an API whose bodies are read as they are.
+    """POST of an API whose bodies are read directly.
 
     Args:
-        known: the table of the request's body.
+        engines: the engines of the server.
+        form: the class of the response.
+        known: the table of the body's keys.
     """
 
     def __init__(self, engines: Engines, form: type[Form], known: Known) -> None:
         super().__init__(engines, form)
         self._known = known
 
-    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> Reading:
-        return Reading(decode(data, self._known, self._engines.max_vocab_size, unused), self._form)
+    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> ParsedRequest:
+        return ParsedRequest(decode(data, self._known, self._engines.max_vocab_size, unused), self._form)
 
 
 class MessagesRoute(CompletionRoute):
     """POST of Anthropic's API."""
 
-    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> Reading:
+    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> ParsedRequest:
         messages = read_messages(data, self._engines.max_vocab_size, unused)
-        return Reading(messages.chat, self._form, messages.check)
+        return ParsedRequest(messages.chat, self._form, messages.check)
 
 
 class ResponsesRoute(CompletionRoute):
     """POST of the Responses API."""
 
-    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> Reading:
+    def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> ParsedRequest:
         store, vocab_size = self._engines.responses, self._engines.max_vocab_size
         conversation = partial(store.conversation, tenant)
         request = read_responses(data, vocab_size, unused, conversation, may_store=store.max_count > 0)
-        return Reading(request.chat, partial(ResponsesForm, request, partial(store.put, tenant)))
+        return ParsedRequest(request.chat, partial(ResponsesForm, request, partial(store.put, tenant)))
 
 
 def _unused(engines: Engines, scope: Scope) -> UnusedKeys:
-    """The unused keys of a request, which its response and its line in the log name."""
+    """The unused keys of a request, which its response and its log line name."""
     unused = scope["log"].unused = UnusedKeys(is_strict=engines.config.strict_keys)
     return unused
 
 
 async def _encode(llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
     key = "messages" if isinstance(prompt, Conversation) else "prompt"
-    with speaking_of(key, {}), template_errors(prompt):
+    with error_context(key, {}), template_errors(prompt):
         return await llm.encode(prompt, add_special_tokens=add_special_tokens)
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation goes on."""
+"""POST /v1/chat/completions: bodies and responses of chats."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from enginewright.runtime.sampling.sampling import MAX_LOGPROBS, SampledToken
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, Usage, encode, new_call_id
-from enginewright.runtime.server.keys import NOTHING, Kinds, Unread, known_of, not_implemented, refused, taken
+from enginewright.runtime.server.keys import NOTHING, Kinds, Unread, ignored, known_keys, not_implemented, refused
 from enginewright.runtime.server.protocol import (
     TOOL_UNREAD,
     UNREAD,
@@ -28,10 +28,10 @@ from enginewright.runtime.text.messages.grammar import before_answer
 from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
 from enginewright.runtime.text.tokenizer import Tokenizer
 
-THINKING = ("enable_thinking", "thinking")  # what templates call the variable that turns reasoning off; both are in use
+THINKING = ("enable_thinking", "thinking")  # names of the template variable that turns reasoning off; both are in use
 MAX_TOKENS = 2**31 - 1
-KEPT_BY_CLIENTS = taken(
-    "clients send it back of the answers that they got, or keep it for themselves",
+KEPT_BY_CLIENTS = ignored(
+    "clients copy it from earlier answers, or keep it for themselves",
     "annotations",
     "cache_control",
     "extra_content",
@@ -50,18 +50,19 @@ KEPT_BY_CLIENTS = taken(
 
 
 class TextPart(msgspec.Struct):
-    """A piece of a content. Those that are no text are refused by name; no address is ever fetched."""
+    """Text part of a message's content; other kinds of parts are refused, and no URL is ever fetched."""
 
-    text: str
+    text: str  # text of the part
 
 
 class RefusalPart(msgspec.Struct):
-    """The words of an assistant that declined to answer."""
+    """Refusal of an assistant in an earlier answer."""
 
-    refusal: str
+    refusal: str  # text of the refusal
 
     @property
     def text(self) -> str:
+        """Text of the refusal, under the name that text parts use."""
         return self.refusal
 
 
@@ -69,24 +70,27 @@ PARTS: Mapping[str, type[TextPart | RefusalPart]] = {"text": TextPart, "refusal"
 
 
 class Message(msgspec.Struct):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None  # what an assistant has said that declined to answer
-    tool_call_id: str | None = None  # of the call that a tool's message answers
-    tool_calls: list[ToolCall] | None = None  # that an assistant's message has made
+    """Message of the conversation."""
+
+    role: str  # author of the message, one of ROLES
+    content: str | list[dict[str, Any]] | None = None  # text or content parts
+    name: str | None = None  # name of the author or the tool
+    reasoning: str | None = None  # reasoning of an earlier answer
+    reasoning_content: str | None = None  # reasoning of an earlier answer, under its other name
+    refusal: str | None = None  # refusal of an assistant in an earlier answer
+    tool_call_id: str | None = None  # id of the call whose result a tool's message holds
+    tool_calls: list[ToolCall] | None = None  # calls of an assistant's message
 
     @classmethod
     def read(cls, value: dict[str, Any], where: str) -> "Message":
-        """A message of a body.
+        """Reads a message of a body.
 
         Args:
-            where: its path, "messages[0]".
+            value: the message, decoded from JSON.
+            where: its path in the body, "messages[0]".
 
         Raises:
-            ApiError: a type is wrong.
+            ApiError: a value has a wrong type, or the role is unknown.
         """
         message = convert(value, cls, where)
         if message.role not in ROLES:
@@ -96,7 +100,14 @@ class Message(msgspec.Struct):
         return message
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """The message as the model's chat template sees it. Raises ApiError for a content that cannot be shown."""
+        """The message in the form that chat templates take.
+
+        Args:
+            where: its path in the body.
+
+        Raises:
+            ApiError: the content cannot be shown to the model.
+        """
         message: dict[str, Any] = {"role": ROLES[self.role], "content": self._text(f"{where}.content")}
         if self.refusal:
             message["content"] = "\n".join(filter(None, (message["content"], self.refusal)))
@@ -118,20 +129,23 @@ class Message(msgspec.Struct):
 
 
 class ChatBody(Body, kw_only=True):
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None  # False: one call at most
-    include_reasoning: bool | None = None  # False: it is left out
+    """Body of a chat completion request."""
+
+    messages: list[dict[str, Any]]  # conversation, oldest message first
+    tools: list[Any] | None = None  # tools that the model may call
+    tool_choice: str | dict[str, Any] | None = None  # constraint on the tools that are called
+    parallel_tool_calls: bool | None = None  # false allows at most one call
+    include_reasoning: bool | None = None  # false leaves the reasoning out of the response
+    # reasoning effort, for chat templates that have such a variable
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: int | None = None  # maximum number of tokens of the answer, another name of max_tokens
+    logprobs: bool | None = None  # true if the response has log-probabilities of the answer's tokens
+    top_logprobs: int | None = None  # number of likeliest tokens at each position of the answer
+    add_generation_prompt: bool | None = None  # false ends the prompt with the last message
+    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the chat template
 
     def prompts(self) -> list[Prompt]:
-        """Raises ApiError for messages that cannot be shown to the model."""
+        """The conversation as the only prompt. Raises ApiError for messages that cannot be shown to the model."""
         if not self.messages:
             raise ApiError(400, "messages is empty", param="messages")
         messages = []
@@ -146,7 +160,7 @@ class ChatBody(Body, kw_only=True):
         return Tools(self.tools, self.tool_choice)
 
     def _template_kwargs(self) -> dict[str, Any]:
-        """Raises ApiError where they contradict the effort."""
+        """Variables of the chat template. Raises ApiError if they contradict the reasoning effort."""
         kwargs: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             kwargs = {"reasoning_effort": self.reasoning_effort}
@@ -157,6 +171,7 @@ class ChatBody(Body, kw_only=True):
         return kwargs | given
 
     def params_for(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Arguments of default_params. Raises ApiError for what this model cannot do."""
         tools, params = self._tools, self.params()
         tools.check(tokenizer)
         can_stop_thinking = any(map(tokenizer.template_names, THINKING))
@@ -167,17 +182,19 @@ class ChatBody(Body, kw_only=True):
         return params
 
     def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
-        unused = [*super().unused(tokenizer), *self._tools.unheld]
+        """Keys that this model has no use for, each as an ApiError."""
+        unused = [*super().unused(tokenizer), *self._tools.unenforced]
         if self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
             unused.append(not_implemented("reasoning_effort", "the model's chat template knows none"))
         return unused
 
     @property
     def structure_key(self) -> str:
+        """The key that defines the structure of the answer."""
         return super().structure_key if self._structures() and not self._tools.forced else "tools"
 
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
-        """The structure of a message: the answer's from where the reasoning ends, or that of calls."""
+        """Structure of the message: the answer's, which applies where the reasoning ends, or that of tool calls."""
         tools, answer, place = self._tools, self._structure(), tokenizer.reasoning_place(prompt)
         if tools.may_be_called is not None:
             return tools.structure(tokenizer, place, answer, several=self.parallel_tool_calls is not False)
@@ -187,32 +204,36 @@ class ChatBody(Body, kw_only=True):
         return answer if before is None else replace(answer, before=before)
 
     def include(self) -> Include:
+        """Optional parts of the response."""
         return replace(super().include(), reasoning=self.include_reasoning is not False)
 
     def parsers(self, tokenizer: Tokenizer, prompt: Sequence[int], count: int) -> Sequence[Parser | None]:
+        """One parser per answer, for reasoning, text and tool calls."""
         tools = self._tools
         answer = None if tools.forced else self._structure()
         is_json = answer is not None and answer.is_json
-        is_whole = answer is not None and answer.is_whole  # all of the message is of the answer, its reasoning, too
+        is_whole = answer is not None and answer.is_whole  # the structure covers the whole message, reasoning included
         return [
             new_parser(
                 tools.form(tokenizer),
                 None if is_json and is_whole else tools.may_be_called,
                 in_reasoning=not is_whole and tokenizer.ends_in_reasoning(prompt),
                 several=self.parallel_tool_calls is not False,
-                only_first=is_json or (answer is not None and not is_whole),  # marks in its texts are texts
+                only_first=is_json
+                or (answer is not None and not is_whole),  # marks within its strings are ordinary text
             )
             for _ in range(count)
         ]
 
     def params(self) -> dict[str, Any]:
+        """Arguments of default_params, without what depends on the model."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs goes with logprobs: set it to true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs needs logprobs: set it to true", param="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise ApiError(400, f"top_logprobs must be between 0 and {MAX_LOGPROBS}", param="top_logprobs")
         tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.max_tokens not in (None, tokens):
-            why = "max_tokens and max_completion_tokens say different things: they are two names of one limit"
+            why = "max_tokens and max_completion_tokens differ: they are two names of one limit"
             raise ApiError(400, why, param="max_tokens")
         if tokens is not None and tokens == self.max_completion_tokens and not 0 <= tokens <= MAX_TOKENS:
             why = f"max_completion_tokens must be between 0 and {MAX_TOKENS}, not {tokens}"
@@ -224,17 +245,17 @@ class ChatBody(Body, kw_only=True):
         }
 
 
-MESSAGE = known_of(
+MESSAGE = known_keys(
     Message,
     {
         **KEPT_BY_CLIENTS,
         **refused("messages are text", "audio", "images", harmless=NOTHING),
-        **refused("tool_calls has its place", "function_call", harmless=NOTHING),
+        **refused("tool_calls replaces it", "function_call", harmless=NOTHING),
         **refused("tools are the request's", "tools", harmless=NOTHING),
     },
     content=Kinds(
         {
-            "text": known_of(
+            "text": known_keys(
                 TextPart,
                 {
                     **KEPT_BY_CLIENTS,
@@ -242,39 +263,53 @@ MESSAGE = known_of(
                               harmless=NOTHING),
                 },
             ),
-            "refusal": known_of(RefusalPart, KEPT_BY_CLIENTS),
+            "refusal": known_keys(RefusalPart, KEPT_BY_CLIENTS),
         }
     ),
-    tool_calls=known_of(ToolCall, KEPT_BY_CLIENTS, function=known_of(CalledFunction, KEPT_BY_CLIENTS)),
+    tool_calls=known_keys(ToolCall, KEPT_BY_CLIENTS, function=known_keys(CalledFunction, KEPT_BY_CLIENTS)),
 )  # fmt: skip
-CHAT_KEYS = known_of(
+CHAT_KEYS = known_keys(
     ChatBody,
     UNREAD,
     messages=MESSAGE,
     tools=Kinds(
-        {"function": known_of(Tool, TOOL_UNREAD, function=known_of(Function, TOOL_UNREAD))},
+        {"function": known_keys(Tool, TOOL_UNREAD, function=known_keys(Function, TOOL_UNREAD))},
         may_skip=True,
     ),
-    tool_choice=Kinds({"function": known_of(NamedTool), "allowed_tools": known_of(AllowedChoice)}),
+    tool_choice=Kinds({"function": known_keys(NamedTool), "allowed_tools": known_keys(AllowedChoice)}),
 )
-# Keys that nothing reads in the APIs that are another form of a chat, but for those that they do read.
-OF_CHATS: Mapping[str, Unread] = {
+# Keys that the APIs built on chats do not read, unless such an API reads a key itself.
+UNREAD_IN_CHAT_APIS: Mapping[str, Unread] = {
     **refused("it is a key of chat completions", *ChatBody.__struct_fields__, harmless=NOTHING),
     **refused("there is one answer in this API", "n", "best_of", harmless=(1,)),
-    **refused("another key says it in this API", "parallel_tool_calls", "include_reasoning", harmless=(True,)),
+    **refused("this API has another key for it", "parallel_tool_calls", "include_reasoning", harmless=(True,)),
     **UNREAD,
 }
 
 
 def refuse_contradiction(key: str, names: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises ApiError where variables of the chat template that a key stands for are given beside it, and differ."""
+    """Refuses template variables that contradict the key that sets them.
+
+    Args:
+        key: the key of the body.
+        names: the template variables that it sets.
+        given: chat_template_kwargs of the body.
+
+    Raises:
+        ApiError: a variable has two different values.
+    """
     for name, value in names.items():
         if given.get(name, value) != value:
-            raise ApiError(400, f"{key} and chat_template_kwargs say different things of {name}", param=key)
+            raise ApiError(400, f"{key} and chat_template_kwargs set different values of {name}", param=key)
 
 
 def _called(pieces: Sequence[Piece], first: int) -> list[dict[str, Any]]:
-    """Calls, or parts of them, each with its number; arguments that come first are of the call before `first`."""
+    """Tool calls, or parts of them, each with its number.
+
+    Args:
+        pieces: pieces of a message.
+        first: the number of the first call that starts in them; arguments before it belong to the call before.
+    """
     calls: list[dict[str, Any]] = []
     for piece in whole_calls([piece for piece in pieces if isinstance(piece, Call | Arguments)]):
         if isinstance(piece, Call):
@@ -287,12 +322,15 @@ def _called(pieces: Sequence[Piece], first: int) -> list[dict[str, Any]]:
 
 
 class ChatForm(ChoicesForm):
+    """Response of a chat completion."""
+
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
     prompt_key = "messages"
 
     def opening(self, choice: Choice, cached_tokens: int) -> bytes:
+        """The event with the role, before the first text."""
         role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         return self._event(choice, role)
 
@@ -300,6 +338,7 @@ class ChatForm(ChoicesForm):
         return b',"delta":{"content":' + encode(text) + b"}"
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """The event of a delta: content, reasoning and calls."""
         if choice.parser is None:
             return super().chunk(choice, delta)
         pieces = choice.push(delta)
@@ -324,17 +363,19 @@ class ChatForm(ChoicesForm):
         """Keys of a message, or of a part of one.
 
         Args:
-            first: number of the first call that begins in it.
+            pieces: pieces of the message.
+            first: the number of the first call that starts in them.
         """
         text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
         message: dict[str, Any] = {"content": text} if text else {}
-        if reasoning and self.include.reasoning:  # both names are in use
+        if reasoning and self.include.reasoning:  # clients read either of the two names
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
         calls = _called(pieces, first)
         return message | ({"tool_calls": calls} if calls else {})
 
     def finish_reason(self, choice: Choice) -> str | None:
+        """Finish reason of a choice, "tool_calls" if it ended with calls."""
         calls = choice.parser is not None and choice.parser.num_calls > 0
         return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
 
@@ -344,8 +385,9 @@ class ChatForm(ChoicesForm):
         return whole | {"completion_tokens_details": reasoning | whole.get("completion_tokens_details", {})}
 
     def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """All choices have the same prompt."""
+        """Log-probabilities of the prompt, which is the same for all choices."""
         return {"prompt_logprobs": self.prompt_logprobs(choices[0].prompt)} if self.include.prompt_logprobs else {}
 
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """Log-probabilities of tokens, in OpenAI's format."""
         return {"content": [self._scored(sampled) for sampled in tokens], "refusal": None}

@@ -1,4 +1,4 @@
-"""POST /v1/completions: a text goes on."""
+"""POST /v1/completions: bodies and responses of text completions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,23 +8,24 @@ from enginewright.runtime.core.prompts import Prompt
 from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, shown
-from enginewright.runtime.server.keys import known_of
+from enginewright.runtime.server.keys import known_keys
 from enginewright.runtime.server.protocol import COMPLETION_TOKENS, UNREAD, Body, prompts_of
 from enginewright.runtime.server.text_offsets import TextOffsets, prompt_offsets
 
 
 class CompletionBody(Body, kw_only=True):
-    """prompt: a text, token ids, or several of either."""
+    """Body of a text completion request."""
 
-    prompt: str | list[int | str | list[int]]
-    logprobs: int | None = None
-    echo: bool | None = None  # begin the answer with the prompt
+    prompt: str | list[int | str | list[int]]  # text, token ids, or several of either
+    logprobs: int | None = None  # number of likeliest tokens at each position of the answer
+    echo: bool | None = None  # true repeats the prompt before the answer
 
     def prompts(self) -> list[Prompt]:
-        """Raises ApiError where text and token ids are mixed, or there is none."""
+        """The prompts. Raises ApiError if text and token ids are mixed, or there is none."""
         return prompts_of(self.prompt, "prompt")
 
     def params(self) -> dict[str, Any]:
+        """Arguments of default_params. Raises ApiError for combinations that are not supported."""
         if self.echo and self.logprobs is not None and self.use_beam_search:
             raise ApiError(400, "echo with logprobs cannot be combined with use_beam_search", param="echo")
         tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -34,23 +35,27 @@ class CompletionBody(Body, kw_only=True):
         return given
 
     def include(self) -> Include:
+        """Optional parts of the response."""
         shows_special = self.skip_special_tokens is False
         return replace(super().include(), echo=bool(self.echo), special_tokens=shows_special)
 
 
-COMPLETION_KEYS = known_of(CompletionBody, UNREAD)
+COMPLETION_KEYS = known_keys(CompletionBody, UNREAD)
 
 
 class CompletionForm(ChoicesForm):
+    """Response of a text completion."""
+
     object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
     prompt_key = "prompt"
 
     def opening(self, choice: Choice, cached_tokens: int) -> bytes:
+        """The event with the echoed prompt, if there is one."""
         if not self.include.echo:
             return b""
-        logprobs = encode(self._of_prompt(choice)) if self.include.logprobs else b"null"
+        logprobs = encode(self._prompt_logprobs(choice)) if self.include.logprobs else b"null"
         text = self._piece(choice.prompt.text)
         return self._event(choice, text + b',"logprobs":' + logprobs + b',"finish_reason":null')
 
@@ -64,12 +69,13 @@ class CompletionForm(ChoicesForm):
         return whole
 
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """Log-probabilities of tokens, after those of the echoed prompt."""
         if not self.include.echo or choice.echoed:
-            return self._of_answer(choice, tokens)
-        return _joined(self._of_prompt(choice), self._of_answer(choice, tokens))
+            return self._answer_logprobs(choice, tokens)
+        return _joined(self._prompt_logprobs(choice), self._answer_logprobs(choice, tokens))
 
-    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """Of the prompt's tokens; nothing comes before the first one, so it has no log-probability."""
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """Log-probabilities of the prompt's tokens; the first one has none, since nothing precedes it."""
         choice.echoed = True
         offsets = prompt_offsets(self._tokenizer, choice.prompt.token_ids, choice.prompt.text)
         first = self._token_text(choice.prompt.token_ids[0])
@@ -77,8 +83,8 @@ class CompletionForm(ChoicesForm):
         scored = [token for token in choice.prompt.logprobs if token is not None]
         return _joined(alone, self._of_tokens(scored, offsets[1:]))
 
-    def _of_answer(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        """text_offset counts characters of the answer, and of the prompt before it if that is echoed."""
+    def _answer_logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """Log-probabilities of an answer's tokens; text_offset counts an echoed prompt, too."""
         if choice.offsets is None:
             start = len(choice.prompt.text) if self.include.echo else 0
             skip = not self.include.special_tokens
@@ -92,7 +98,7 @@ class CompletionForm(ChoicesForm):
         for text, sampled in zip(texts, tokens, strict=True):
             named: dict[str, float] = {}
             for token, logprob in sampled.top_logprobs:
-                named.setdefault(self._token_text(token), shown(logprob))  # of two tokens with one text, the likelier
+                named.setdefault(self._token_text(token), shown(logprob))  # two tokens with one text: the likelier
             named.setdefault(text, shown(sampled.logprob))
             top.append(named)
         return {

@@ -14,40 +14,42 @@ METRICS_COMPAT = ("vllm",)
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Limits of requests. Those of the engine are in RuntimeConfig.
+    """Settings of the server; those of the engines are in RuntimeConfig.
 
     Raises:
-        UsageError: a value makes no sense.
+        UsageError: a value is not valid.
     """
 
     host: str = "127.0.0.1"  # address to listen on
-    port: int = 8000  # 0 takes a free one
-    served_model_names: tuple[str, ...] = ()  # what clients may call the model; empty: the engine's own name
-    api_keys: tuple[str, ...] = ()  # with any, every route but /health and the page wants one of them
-    page: bool = True  # whether there is a page at /
-    drain_seconds: float = 30.0  # how long requests may go on after the signal to stop
-    max_num_waiting: int = 1024  # completions that wait for their first token, beyond the batch
-    max_waiting_tokens: int = 262_144  # of all prompts that wait
-    max_body_bytes: int = 8 << 20  # of one request
-    strict_keys: bool = False  # whether what nothing uses of a request is refused, and not named in a warning
-    max_logprobs_memory: int = 1 << 30  # bytes that the log-probabilities of all running requests may take
-    responses_store: int = 1000  # responses that are kept for GET /v1/responses/{id} and for those that follow them
-    responses_memory: int = 256 << 20  # bytes that these may take
-    max_connections: int | None = None  # None: as many as the limit of open files allows, up to a few thousand
-    step_timeout: float = 60.0  # seconds of one step of the engine after which it counts as stalled; 0: never
-    tool_call_parser: str | None = None  # name of a CallFormat; None: the one that the chat template tells
-    memory: int | None = None  # bytes that open engines may take together; None: what the machine has free
-    idle_seconds: float | None = None  # after which an engine that nobody uses is closed; None: never
-    allowed_origins: tuple[str, ...] = ()  # of web pages of other sites that may use the server, as browsers say them
-    ssl_certfile: str | Path | None = None  # PEM, with the chain; None: no TLS
-    ssl_keyfile: str | Path | None = None  # PEM; None: the key is in ssl_certfile
-    metrics_compat: str | None = None  # of METRICS_COMPAT: whose names /metrics has beside ours
-    otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry's; None: no traces
-    allowed_hosts: tuple[str, ...] = ()  # names in the Host header, beside the server's own; no ports
+    port: int = 8000  # TCP port; 0 chooses a free one
+    served_model_names: tuple[str, ...] = ()  # names of the model in requests; empty means the engine's own name
+    api_keys: tuple[str, ...] = ()  # accepted API keys; with any, every route except /health and the page requires one
+    page: bool = True  # True serves the web page at /
+    drain_seconds: float = 30.0  # seconds that running requests may take to end after the signal to stop
+    max_num_waiting: int = 1024  # maximum number of completions that wait for their first token, besides the batch
+    max_waiting_tokens: int = 262_144  # maximum number of tokens of all waiting prompts
+    max_body_bytes: int = 8 << 20  # maximum size of a request's body, in bytes
+    strict_keys: bool = False  # True refuses keys of a request that are not used, False names them in a warning
+    max_logprobs_memory: int = 1 << 30  # maximum bytes for log-probabilities of all running requests
+    responses_store: int = 1000  # number of responses kept for GET /v1/responses/{id} and previous_response_id
+    responses_memory: int = 256 << 20  # maximum bytes of these responses
+    # maximum number of connections; None is up to 4096, within the limit of open files
+    max_connections: int | None = None
+    step_timeout: float = 60.0  # seconds after which a step of the engine counts as stalled; 0 means never
+    tool_call_parser: str | None = None  # name of a CallFormat; None detects it from the chat template
+    memory: int | None = None  # bytes that open engines may take together; None is the machine's free memory
+    idle_seconds: float | None = None  # seconds without requests after which an engine is closed; None means never
+    # origins of web pages of other sites that may use the server, as browsers send them
+    allowed_origins: tuple[str, ...] = ()
+    ssl_certfile: str | Path | None = None  # PEM file of the certificate with its chain; None means no TLS
+    ssl_keyfile: str | Path | None = None  # PEM file of the key; None means that it is in ssl_certfile
+    metrics_compat: str | None = None  # one of METRICS_COMPAT, whose metric names /metrics has in addition to ours
+    otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector; None means no traces
+    allowed_hosts: tuple[str, ...] = ()  # accepted names in the Host header besides the server's own, without ports
 
     @property
     def on_demand(self) -> bool:
-        """Whether also a single engine is opened when a request wants it, and not at the start."""
+        """True if even a single engine is opened at its first request instead of at the start."""
         return self.memory is not None or self.idle_seconds is not None
 
     def __post_init__(self) -> None:
@@ -81,14 +83,14 @@ class ServerConfig:
             if not ORIGIN.fullmatch(origin):
                 raise UsageError(
                     f"allowed_origins has {origin!r}",
-                    "it must be what browsers send: scheme, host in lower case, and a port if it is not the usual one",
+                    "it must be as browsers send it: scheme, host in lower case, and any port that is not the default",
                     "Name each site, such as https://chat.example.com: * would let any web page use the server.",
                 )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise UsageError("ssl_keyfile is there without ssl_certfile", "a key alone is no identity")
+            raise UsageError("ssl_keyfile needs ssl_certfile", "a key without a certificate is no identity")
         for name in self.allowed_hosts:
             if not is_host(name):
-                raise UsageError(f"allowed_hosts has {name!r}", "it must be a host alone, without scheme and port")
+                raise UsageError(f"allowed_hosts has {name!r}", "it must be a host without scheme and port")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_keys):
             raise UsageError("an API key is empty or cannot be sent", "it must be printable ASCII without outer spaces")
         if not all(name.isprintable() and name for name in self.served_model_names):

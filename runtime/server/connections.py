@@ -1,7 +1,7 @@
-"""How many connections a server takes, so that it never runs out of file descriptors.
+"""Limits the number of connections, so that a server never runs out of file descriptors.
 
-A few connections beyond the limit are let in until it is known what they ask for. GET /health and /metrics are
-answered, so that whoever watches the server sees that it is full and not dead; all else gets a 503.
+A few connections beyond the limit are accepted until their request is known. GET /health and /metrics are answered, so
+that monitoring sees a full server and not a dead one; every other request gets a 503.
 """
 
 import logging
@@ -16,24 +16,26 @@ from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_CONNECTIONS = 4096
-ACCEPTS_AT_ONCE = 8  # in one turn of the event loop; a connection that is refused lives for a few turns
-MAX_SURPLUS = 32  # connections beyond the limit that are asked what they want, or told that there is no place
-SURPLUS_PATHS = (b"/health", b"/metrics")  # what is answered to them
-SPARE_DESCRIPTORS = 96  # for those two, and for files that the server opens while it runs
-LOG_INTERVAL_S = 60.0
+ACCEPTS_AT_ONCE = 8  # accepted per iteration of the event loop; a refused connection lives for a few iterations
+MAX_SURPLUS = 32  # connections beyond the limit that still get a response
+SURPLUS_PATHS = (b"/health", b"/metrics")  # paths that are answered on them
+SPARE_DESCRIPTORS = 96  # file descriptors for these connections, and for files that the server opens while it runs
+LOG_INTERVAL_S = 60.0  # minimum seconds between two log lines about refused connections
 
 
 class ConnectionLimit:
-    """The number of connections that may be open at once, and those beyond it.
+    """The maximum number of open connections, and the connections beyond it.
 
-    num_surplus: connections beyond the limit that have not ended yet.
+    Attributes:
+        count: the maximum number of connections.
+        num_surplus: open connections beyond the limit.
 
     Args:
-        max_connections: None is as many as the limit of open files allows, DEFAULT_MAX_CONNECTIONS at most.
-        reject: called with the status of each refusal.
+        max_connections: None is as many as the limit of open files allows, at most DEFAULT_MAX_CONNECTIONS.
+        reject: called with the HTTP status of each refusal.
 
     Raises:
-        EngineError: the limit of open files does not allow so many.
+        EngineError: the limit of open files is too low for max_connections.
     """
 
     def __init__(self, max_connections: int | None, reject: Callable[[int], None]) -> None:
@@ -55,7 +57,7 @@ class ConnectionLimit:
         self.count = min(self.count, left)
 
     def refuse(self) -> ApiError:
-        """Count a refused connection, and say so in the log once in a while; what its client hears."""
+        """Counts a refused connection, logs it at most once per LOG_INTERVAL_S, and returns the client's error."""
         error = ApiError(
             503,
             f"{self.count} connections are open, and no more are taken",

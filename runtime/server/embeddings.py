@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, in OpenAI's form, /v1/rerank, in Jina's and Cohere's, and /v1/score, in vLLM's."""
+"""POST /v1/embeddings, in OpenAI's format, /v1/rerank, in Jina's and Cohere's, and /v1/score, in vLLM's."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.errors import ApiError, from_engine
 from enginewright.runtime.server.form import encode
-from enginewright.runtime.server.keys import UnusedKeys, known_of
+from enginewright.runtime.server.keys import UnusedKeys, known_keys
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.protocol import UNREAD, decode, prompts_of
 from enginewright.runtime.server.service import Service
@@ -40,40 +40,45 @@ Answer = dict[str, Any]
 
 
 class TextsBody(Protocol):
-    """What is asked of texts."""
+    """Body of a request about texts."""
 
-    model: str | None
-    truncate_prompt_tokens: int | None
-    priority: int | None
+    model: str | None  # name of the engine
+    truncate_prompt_tokens: int | None  # number of tokens that are kept of a longer text
+    priority: int | None  # priority; lower values are more urgent
 
     def characters(self) -> int:
-        """Of all its texts, or as many as their tokens stand for."""
+        """Number of characters of all its texts, where a token id counts as one."""
 
     def tokens(self, engine: Engine, reader: TextReader) -> list[TextTokens]:
-        """What has to be computed. Raises UsageError."""
+        """Tokenizes the texts. Raises UsageError if the engine does not take them."""
 
     def answer(self, engine: Engine, texts: Sequence[TextTokens], rows: Sequence[Vector]) -> Answer:
-        """Of what was computed; without the keys that all answers have."""
+        """The keys of the response that depend on the kind of the request."""
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    input: str | list[int | str | list[int]]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    prompt_name: str | None = None  # which of the model's prompts texts begin with
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None  # the lower, the more urgent
+    """Body of an embedding request."""
+
+    input: str | list[int | str | list[int]]  # text, token ids, or several of either
+    model: str | None = None  # name of the engine
+    encoding_format: Literal["float", "base64"] | None = None  # format of vectors in the response
+    dimensions: int | None = None  # number of elements of a vector
+    prompt_name: str | None = None  # name of the model's prompt that precedes the texts
+    truncate_prompt_tokens: int | None = None  # number of tokens that are kept of a longer text
+    priority: int | None = None  # priority; lower values are more urgent
 
     def characters(self) -> int:
+        """Number of characters of all texts, where a token id counts as one."""
         return sum(map(len, prompts_of(self.input, "input")))  # type: ignore[arg-type]
 
     def tokens(self, engine: Engine, reader: TextReader) -> list[TextTokens]:
+        """Tokenizes the texts. Raises UsageError if the engine gives no vectors."""
         refuse_vectors(engine)
         check_dimensions(engine, self.dimensions)
         return [reader.text(each, self.prompt_name) for each in prompts_of(self.input, "input")]
 
     def answer(self, engine: Engine, texts: Sequence[TextTokens], rows: Sequence[Vector]) -> Answer:
+        """The vectors as keys of the response."""
         vectors = [vector_of(engine.embedding, row, self.dimensions) for row in rows]
         data = [
             {"object": "embedding", "index": index, "embedding": self._written(vector)}
@@ -89,45 +94,56 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
-    text_1: str | list[str]
-    text_2: str | list[str]
-    model: str | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None  # the lower, the more urgent
+    """Body of a request for similarity scores."""
+
+    text_1: str | list[str]  # one text, or several
+    text_2: str | list[str]  # one text, or several
+    model: str | None = None  # name of the engine
+    truncate_prompt_tokens: int | None = None  # number of tokens that are kept of a longer text
+    priority: int | None = None  # priority; lower values are more urgent
 
     def pairs(self) -> list[tuple[str, str]]:
+        """The pairs of texts to score. Raises UsageError if they do not match in number."""
         return pairs_of(self.text_1, self.text_2)
 
     def characters(self) -> int:
+        """Number of characters of all texts."""
         return sum(map(len, (text for pair in self.pairs() for text in pair)))
 
     def tokens(self, engine: Engine, reader: TextReader) -> list[TextTokens]:
+        """Tokenizes the pairs. Raises UsageError if the engine gives no scores."""
         refuse_scores(engine)
         return tokens_to_score(engine, reader, self.pairs())
 
     def scores(self, engine: Engine, texts: Sequence[TextTokens], rows: Sequence[Vector]) -> list[Score]:
+        """The scores of the pairs from the rows that the engine computed."""
         return scores_of(engine, self.pairs(), texts, rows)
 
     def answer(self, engine: Engine, texts: Sequence[TextTokens], rows: Sequence[Vector]) -> Answer:
+        """The scores as keys of the response."""
         found = self.scores(engine, texts, rows)
         data = [{"object": "score", "index": index, "score": each.score} for index, each in enumerate(found)]
         return {"object": "list", "created": int(time.time()), "data": data}
 
 
 class Document(msgspec.Struct):
-    text: str
+    """Document to rank."""
+
+    text: str  # text of the document
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    query: str
-    documents: list[str | Document]
-    model: str | None = None
-    top_n: int | None = None  # the best so many; 0 is all
-    return_documents: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None  # the lower, the more urgent
+    """Body of a request that ranks documents by a query."""
 
-    def _asked(self) -> ScoreBody:
+    query: str  # text that the documents are compared with
+    documents: list[str | Document]  # documents to rank
+    model: str | None = None  # name of the engine
+    top_n: int | None = None  # number of best documents in the response; 0 means all
+    return_documents: bool | None = None  # false leaves the documents out of the response
+    truncate_prompt_tokens: int | None = None  # number of tokens that are kept of a longer text
+    priority: int | None = None  # priority; lower values are more urgent
+
+    def _score_body(self) -> ScoreBody:
         documents = [each if isinstance(each, str) else each.text for each in self.documents]
         if not documents:
             raise ApiError(400, "documents is empty", param="documents", code="invalid_type")
@@ -136,20 +152,23 @@ class RerankBody(msgspec.Struct, kw_only=True):
         return ScoreBody(text_1=self.query, text_2=documents)
 
     def characters(self) -> int:
-        return self._asked().characters()
+        """Number of characters of all texts."""
+        return self._score_body().characters()
 
     def tokens(self, engine: Engine, reader: TextReader) -> list[TextTokens]:
-        return self._asked().tokens(engine, reader)
+        """Tokenizes the pairs of query and document. Raises UsageError if the engine gives no scores."""
+        return self._score_body().tokens(engine, reader)
 
     def answer(self, engine: Engine, texts: Sequence[TextTokens], rows: Sequence[Vector]) -> Answer:
-        asked = self._asked()
-        found = asked.scores(engine, texts, rows)
-        order = sorted(range(len(found)), key=lambda index: -found[index].score)  # of two alike, the earlier one
+        """The documents in the order of their relevance, as keys of the response."""
+        score_body = self._score_body()
+        found = score_body.scores(engine, texts, rows)
+        order = sorted(range(len(found)), key=lambda index: -found[index].score)  # of equal scores, the earlier one
         results = []
         for index in order[: self.top_n or None]:
             result: Answer = {"index": index, "relevance_score": found[index].score}
             if self.return_documents is not False:
-                result["document"] = {"text": asked.text_2[index]}
+                result["document"] = {"text": score_body.text_2[index]}
             results.append(result)
         return {"results": results}
 
@@ -158,15 +177,16 @@ class TextsRoute:
     """POST of one of these APIs.
 
     Args:
+        engines: the engines of the server.
         body: the type of the request's body.
-        id_prefix: of an answer's id.
-        key: of the body, which holds its texts.
+        id_prefix: prefix of a response's id.
+        key: the key of the body that holds the texts, for errors.
     """
 
     def __init__(
         self, engines: Engines, body: type[EmbeddingBody] | type[ScoreBody] | type[RerankBody], id_prefix: str, key: str
     ) -> None:
-        self._engines, self._known, self._id_prefix, self._key = engines, known_of(body, UNREAD), id_prefix, key
+        self._engines, self._known, self._id_prefix, self._key = engines, known_keys(body, UNREAD), id_prefix, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, log = time.perf_counter(), scope["log"]
@@ -190,20 +210,29 @@ class TextsRoute:
 
 
 class Texts:
-    """The texts of one request, computed together."""
+    """The texts of one request, computed together.
+
+    Args:
+        service: the engine.
+        log: log line of the request.
+        arrived: arrival of the request, by time.perf_counter.
+        work: priority and tenant.
+    """
 
     def __init__(self, service: Service, log: RequestLog, arrived: float, work: WorkClass) -> None:
-        """arrived: when the request came, by time.perf_counter."""
         self._service, self._log, self._arrived, self._class = service, log, arrived, work
         self._work: asyncio.Task[tuple[list[TextTokens], list[Vector]]] | None = None
-        self._stopped: Exception | None = None  # why it may not go on
+        self._stopped: Exception | None = None  # error that ends the request early
 
     async def run(self, body: TextsBody, receive: Receive) -> tuple[list[TextTokens], list[Vector]]:
-        """Their tokens and rows.
+        """Tokenizes and computes the texts.
+
+        Returns:
+            Tokens and rows of the texts, in their order.
 
         Raises:
-            ApiError, UsageError: it is refused, or fails.
-            ClientGone: the client has left.
+            ApiError, UsageError: the request is refused, or fails.
+            ClientGone: the client has disconnected.
         """
         service, num_tokens, end = self._service, 0, "abort"
         reservation = service.admission.enter_texts(body.characters())
@@ -214,7 +243,7 @@ class Texts:
             self._work = asyncio.create_task(self._compute(body, reservation.tokenized))
             texts, rows = await self._work
             num_tokens, end = sum(len(text.ids) for text in texts), "stop"
-            service.metrics.whole.observe(time.perf_counter() - self._arrived)
+            service.metrics.e2e.observe(time.perf_counter() - self._arrived)
             return texts, rows
         except asyncio.CancelledError:
             if self._stopped is None:
@@ -233,7 +262,7 @@ class Texts:
             service.live.discard(self)
 
     def stop(self, why: Exception) -> None:
-        """End the request early; `why` is raised where its rows are awaited."""
+        """Ends the request early; `why` is raised where its rows are awaited."""
         self._stopped = self._stopped or why
         if self._work is not None:
             self._work.cancel()

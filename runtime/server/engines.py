@@ -1,4 +1,4 @@
-"""The engines of a server by name, opened when a request wants them, and closed when their memory is wanted or idle.
+"""The engines of a server by name: opened at a request, and closed when idle or when another needs their memory.
 
 Everything belongs to the thread of the event loop. One engine is opened or closed at a time.
 """
@@ -49,28 +49,28 @@ from enginewright.targets import CPU
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.005  # from one look to the next whether the requests of an engine that is to be closed have ended
-SUFFIX = ".engine"
+POLL_S = 0.005  # seconds between checks whether the requests of an engine to be closed have ended
+SUFFIX = ".engine"  # of engine files in a folder
 UNLIMITED = 1 << 62  # bytes
 
 
 class _AbandonedError(Exception):
-    """Nobody waits for an engine any more that is being opened."""
+    """Nobody waits any more for the engine that is being opened."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What an engine's file says of it."""
+class EngineInfo:
+    """Facts from an engine's file."""
 
-    name: str  # of its model
-    content_hash: str
-    max_model_len: int  # positions, within the server's limits
-    vocab_size: int
-    target: str  # what it runs on here
+    name: str  # name of the model
+    content_hash: str  # hash of the file's content
+    max_model_len: int  # maximum number of tokens of a sequence, within the server's limits
+    vocab_size: int  # number of tokens in the vocabulary
+    target: str  # platform that the engine runs on here
 
     @classmethod
-    def of(cls, engine: Engine, config: RuntimeConfig) -> "Facts":
-        """Raises UsageError for limits that are beyond what the engine was built for."""
+    def of(cls, engine: Engine, config: RuntimeConfig) -> "EngineInfo":
+        """Reads them. Raises UsageError if the limits exceed those that the engine was built for."""
         length, _ = limits_of(engine.plan, config)
         return cls(engine.manifest.name, engine.manifest.content_hash, length, engine.plan.vocab_size, engine.target)
 
@@ -79,29 +79,32 @@ class Facts:
 class ServedEngine:
     """An engine that requests can name: open with a service, or closed."""
 
-    names: Sequence[str]  # in requests; metrics have the first
-    path: Path | None  # of its file; None: it was open from the start, and stays so
-    facts: Facts | None  # None: its file cannot be read
-    metrics: Metrics | None = None  # of all times that this content was open; None without facts
-    service: Service | None = None  # while it is open
-    nbytes: int = 0  # that it takes while it is open: weights, activations and KV caches
-    users: set[object] = field(default_factory=set)  # requests that use it
-    waiting: set[object] = field(default_factory=set)  # requests that wait until it is open
-    opening: "asyncio.Task[ApiError | None] | None" = None  # gives why it cannot be opened
-    is_closing: bool = False  # once its last user has left; those who come meanwhile wait until it is open again
-    has_failed: bool = False  # when it was last opened
-    last_used: float = 0.0  # by time.monotonic
-    before: Stats = field(default_factory=Stats)  # when it was closed last; its totals go on from there
+    names: Sequence[str]  # names in requests; metrics have the first
+    path: Path | None  # engine file; None means that the engine was open from the start, and stays open
+    info: EngineInfo | None  # facts from the file; None means that it cannot be read
+    metrics: Metrics | None = None  # metrics since this content was first opened; None without info
+    service: Service | None = None  # service of the open engine; None means closed
+    nbytes: int = 0  # bytes of weights, activations and KV caches while the engine is open
+    users: set[object] = field(default_factory=set)  # requests that use the engine
+    waiting: set[object] = field(default_factory=set)  # requests that wait until the engine is open
+    # task that opens the engine; its result is the error, if there is one
+    opening: "asyncio.Task[ApiError | None] | None" = None
+    # True while the engine waits for its last user or closes; new requests wait until it is open again
+    is_closing: bool = False
+    has_failed: bool = False  # True if the last attempt to open the engine failed
+    last_used: float = 0.0  # time of the last use, by time.monotonic
+    stats_before: Stats = field(default_factory=Stats)  # statistics at the last closing, to which later ones are added
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request can begin: of one that stays open the service says itself why not."""
+        """True if a request can start; the service of an engine that stays open reports its errors itself."""
         if self.path is None:
             return True
         return self.service is not None and not self.is_closing and self.service.llm.is_alive
 
     @property
     def state(self) -> str:
+        """State of the engine in /v1/models."""
         if self.is_closing:
             return "closing"
         if self.service is not None:
@@ -109,28 +112,31 @@ class ServedEngine:
         return "opening" if self.opening is not None else "failed" if self.has_failed else "closed"
 
     def stats(self) -> Stats:
-        return self.before if self.service is None else self.service.llm.stats().after(self.before)
+        """Statistics since this content was first opened."""
+        return self.stats_before if self.service is None else self.service.llm.stats().after(self.stats_before)
 
     def refuse(self, why: EngineError) -> None:
-        """List it as failed from the start; it is served once its file is as it has to be."""
+        """Lists the engine as failed from the start; it is served once its file has been repaired."""
         logger.warning("%s cannot be served as it is: %s", self.path, why)
         self.has_failed = True
 
-    def take(self, facts: Facts) -> None:
-        """What its file says now. Where that is another engine, its metrics begin anew."""
-        if self.metrics is None or self.facts is None or facts.content_hash != self.facts.content_hash:
-            self.before = Stats()
-            self.metrics = Metrics(self.stats, self.names[0], facts.content_hash, facts.max_model_len)
-        self.facts = facts
+    def update(self, info: EngineInfo) -> None:
+        """Takes over new facts from the file; another content starts its metrics from zero."""
+        if self.metrics is None or self.info is None or info.content_hash != self.info.content_hash:
+            self.stats_before = Stats()
+            self.metrics = Metrics(self.stats, self.names[0], info.content_hash, info.max_model_len)
+        self.info = info
 
 
 class Engines:
     """All engines of a server.
 
     Args:
-        limits: of each engine.
+        engines: the engines.
+        config: the server's settings.
+        limits: limits of each engine.
         memory: bytes that open engines may take together.
-        verify: hash an engine's weights each time that it is opened.
+        verify: whether to check the hashes of an engine's weights each time that it is opened.
     """
 
     def __init__(
@@ -145,14 +151,16 @@ class Engines:
         self.all, self.config = engines, config
         self._limits, self.memory, self._verify = limits, memory, verify
         self._by_name = {name: engine for engine in engines for name in engine.names}
-        self._turn = asyncio.Lock()  # of the one that is opened or closed
+        self._open_lock = asyncio.Lock()  # held by the engine that is being opened or closed
         self._idle_closing: asyncio.Task[None] | None = None
-        self._ended = asyncio.get_running_loop().create_future()  # done: nobody waits for an engine any more
+        self._ended = (
+            asyncio.get_running_loop().create_future()
+        )  # done once the server ends, so that nobody waits for an engine any more
         self.bodies = BodyReader(config.max_body_bytes)
         self.responses = ResponseStore(config.responses_store, config.responses_memory)
-        self.draining = False  # whether the server ends, and takes no new requests
+        self.draining = False  # True once the server is ending and takes no new requests
         self.started = int(time.time())
-        self._rejected: Counter[int] = Counter()  # requests that name none of several engines, by status
+        self._rejected: Counter[int] = Counter()  # requests that named no engine, by HTTP status
         self.metrics = MetricsPage(
             lambda: [(one.metrics, one.service is not None) for one in engines if one.metrics is not None],
             self._rejected,
@@ -161,17 +169,25 @@ class Engines:
 
     @classmethod
     def of(cls, service: Service) -> "Engines":
-        """One engine that is open, and stays so."""
-        facts = replace(Facts.of(service.llm.engine, RuntimeConfig()), max_model_len=service.llm.max_model_len)
-        engine = ServedEngine(service.models, None, facts, service.metrics, service)
+        """Engines of a server with a single engine, which is open and stays open."""
+        info = replace(EngineInfo.of(service.llm.engine, RuntimeConfig()), max_model_len=service.llm.max_model_len)
+        engine = ServedEngine(service.models, None, info, service.metrics, service)
         return cls([engine], service.config, RuntimeConfig(), memory=0)
 
     @classmethod
     def of_files(
         cls, paths: Sequence[str | Path], config: ServerConfig, limits: RuntimeConfig, *, verify: bool = False
     ) -> "Engines":
-        """Engines that are closed, and opened by requests. They are named after their files, with escapes for what is
-        not printable; a single one as `names_alone` says.
+        """Engines that are closed, and opened by requests.
+
+        They are named after their files, with escapes for characters that are not printable; a single one is named as
+        by `names_alone`.
+
+        Args:
+            paths: the engine files.
+            config: the server's settings.
+            limits: limits of each engine.
+            verify: whether to check the hashes of the weights each time that an engine is opened.
 
         Raises:
             UsageError: two have the same name, the limits do not fit one, or a path is mistyped.
@@ -194,15 +210,15 @@ class Engines:
                 continue
             with opened:
                 try:
-                    facts = Facts.of(opened, limits)
+                    info = EngineInfo.of(opened, limits)
                 except NoCodeForMachineError as error:
                     if len(paths) == 1:
                         raise
                     engine.refuse(error)
                     continue
                 if len(paths) == 1:
-                    engine.names = names_alone(facts.name, path, config)
-                engine.take(facts)
+                    engine.names = names_alone(info.name, path, config)
+                engine.update(info)
                 _check_options(opened, config, limits)
                 if (why := _why_too_large(opened, limits, memory)) is not None:
                     too_large.append(why)
@@ -214,22 +230,30 @@ class Engines:
 
     @property
     def names(self) -> Sequence[str]:
+        """All names that requests may use."""
         return list(self._by_name)
 
     @property
     def services(self) -> list[Service]:
-        """Of the engines that are open."""
+        """The services of the open engines."""
         return [engine.service for engine in self.all if engine.service is not None]
 
     @property
     def max_vocab_size(self) -> int:
-        return max((engine.facts.vocab_size for engine in self.all if engine.facts is not None), default=0)
+        """The largest vocabulary of all engines."""
+        return max((engine.info.vocab_size for engine in self.all if engine.info is not None), default=0)
 
     def find(self, name: str | None) -> tuple[str, ServedEngine]:
-        """The engine that a request names, and its name for the response; without a name the only one.
+        """Finds the engine that a request names.
+
+        Args:
+            name: the name in the request; None means the only engine.
+
+        Returns:
+            Its name for the response, and the engine.
 
         Raises:
-            ApiError: 404, there is none of that name; 400, there is none, and several could be meant.
+            ApiError: 404, there is none of that name; 400, the name is missing and there are several engines.
         """
         known = ", ".join(self._by_name)
         if name is None and len(self.all) > 1:
@@ -237,7 +261,7 @@ class Engines:
         name = name if name is not None else self.all[0].names[0]
         if name not in self._by_name:
             raise ApiError(
-                404, f"there is no model {name[:100]!r} here, but {known}", param="model", code="model_not_found"
+                404, f"there is no model {name[:100]!r} here, only {known}", param="model", code="model_not_found"
             )
         return name, self._by_name[name]
 
@@ -245,19 +269,19 @@ class Engines:
     async def use(
         self, name: str | None, receive: Receive, timeout_s: float | None = None
     ) -> AsyncIterator[tuple[str, Service]]:
-        """An engine, which stays open as long as it is used; opened before, if it is closed.
+        """An engine that stays open while it is used; a closed one is opened first.
 
         Args:
-            name: of a request.
+            name: the name in the request.
             receive: of the request, whose body has been read.
-            timeout_s: after which it no longer waits for one that is closed; None: never.
+            timeout_s: seconds that the request waits for a closed engine; None means without limit.
 
         Yields:
             Its name for the response, and its service.
 
         Raises:
-            ApiError: as `find`, or the engine cannot be had.
-            ClientGone: the client has left meanwhile.
+            ApiError: as `find`, or the engine cannot be opened.
+            ClientGone: the client has disconnected.
         """
         if self.draining:
             raise shutting_down(self.config.drain_seconds)
@@ -278,7 +302,7 @@ class Engines:
             engine.last_used = time.monotonic()
 
     async def _wait(self, engine: ServedEngine, user: object, receive: Receive, timeout_s: float | None) -> None:
-        """Wait until an engine is open; the request is among its users then."""
+        """Waits until an engine is open; then the request is among its users."""
         if len(engine.waiting) >= self.config.max_num_waiting:
             raise overloaded(f"{len(engine.waiting)} requests wait until {engine.names[0]} is open")
         engine.waiting.add(user)
@@ -303,9 +327,9 @@ class Engines:
             engine.waiting.discard(user)
 
     async def _open(self, engine: ServedEngine) -> ApiError | None:
-        """Open an engine, and let those who wait use it; else why that cannot be."""
+        """Opens an engine and hands it to the requests that wait; returns the error if it cannot be opened."""
         try:
-            async with self._turn:
+            async with self._open_lock:
                 if not engine.waiting:
                     return None
                 if not engine.is_ready:
@@ -330,38 +354,38 @@ class Engines:
         began = time.perf_counter()
         opened = await asyncio.to_thread(open_engine, engine.path, self._limits.device, verify=self._verify)
         try:
-            facts = Facts.of(opened, self._limits)
+            info = EngineInfo.of(opened, self._limits)
             waits = time.perf_counter()
-            limits, nbytes = await self._make_room(engine, opened)
+            limits, nbytes = await self._free_memory(engine, opened)
             began += time.perf_counter() - waits
             llm = await AsyncLLM.open(opened, limits)
         except BaseException:
             opened.close()
             raise
-        engine.take(facts)
+        engine.update(info)
         engine.service = Service(llm, self.config, engine.names, engine.metrics)
         engine.nbytes, engine.has_failed = nbytes, False
         seconds = time.perf_counter() - began
         engine.service.metrics.opening.observe(seconds)
         logger.info("%s is open after %.3f s and takes %s", engine.names[0], seconds, format_bytes(nbytes))
 
-    async def _make_room(self, engine: ServedEngine, opened: Engine) -> tuple[RuntimeConfig, int]:
-        """Close engines, the least recently used first, until there is memory for this one.
+    async def _free_memory(self, engine: ServedEngine, opened: Engine) -> tuple[RuntimeConfig, int]:
+        """Closes engines, the least recently used first, until there is memory for this one.
 
         Returns:
-            Limits for it, with the size of its KV caches, and the bytes that it takes.
+            Its limits, with the size of its KV caches, and the bytes that it takes.
 
         Raises:
-            NotEnoughMemoryError: it does not fit alone.
+            NotEnoughMemoryError: it does not fit even alone.
         """
         while True:
-            room = self.memory - sum(one.nbytes for one in self.all)
+            free_bytes = self.memory - sum(one.nbytes for one in self.all)
             try:
-                limits, nbytes = plan_engine_memory(opened, self._limits, room)
+                limits, nbytes = plan_engine_memory(opened, self._limits, free_bytes)
                 why = NotEnoughMemoryError(
                     f"{engine.path} takes {format_bytes(nbytes)}", f"engines may take {format_bytes(self.memory)}"
                 )
-                if nbytes <= room:
+                if nbytes <= free_bytes:
                     return limits, nbytes
             except NotEnoughMemoryError as error:
                 why = error
@@ -369,18 +393,18 @@ class Engines:
             if not others:
                 raise why
             victim = min(others, key=lambda one: (bool(one.users), one.last_used))
-            victim.is_closing = True  # new requests for it wait until it is open again, so its users become fewer
+            victim.is_closing = True  # new requests now wait until it is open again, so its users only become fewer
             try:
                 while victim.users:
                     if not engine.waiting or self._ended.done():
                         raise _AbandonedError
                     await asyncio.sleep(POLL_S)
-                await self._close(victim, f"{engine.names[0]} wants its memory")
+                await self._close(victim, f"{engine.names[0]} needs its memory")
             finally:
                 victim.is_closing = False
 
     async def _close(self, engine: ServedEngine, why: str) -> None:
-        """Close an engine, if it is open."""
+        """Closes an engine if it is open."""
         service = engine.service
         if service is None:
             return
@@ -389,18 +413,18 @@ class Engines:
             service.throughput.end()
             await service.llm.close()
         finally:
-            engine.before, engine.service, engine.is_closing, engine.nbytes = engine.stats(), None, False, 0
+            engine.stats_before, engine.service, engine.is_closing, engine.nbytes = engine.stats(), None, False, 0
         del service
         await asyncio.to_thread(trim_memory)
         logger.info("%s is closed: %s", engine.names[0], why)
 
     async def _close_idle(self) -> None:
-        async with self._turn:
+        async with self._open_lock:
             for engine in self._idle():
-                await self._close(engine, "nobody asks for it")
+                await self._close(engine, "it is idle")
 
     def _idle(self) -> list[ServedEngine]:
-        """Open engines that nobody has used for as long as the config says."""
+        """Open engines that have not been used for the configured time."""
         limit = self.config.idle_seconds
         since = None if limit is None else time.monotonic() - limit
         return [
@@ -410,14 +434,14 @@ class Engines:
         ]
 
     def watch(self) -> None:
-        """Notice steps that do not end, and engines that nobody uses. To be called several times per second."""
+        """Detects steps that do not end, and closes idle engines. To be called several times per second."""
         for service in self.services:
             service.watch()
         if (self._idle_closing is None or self._idle_closing.done()) and self._idle():
             self._idle_closing = asyncio.create_task(self._close_idle())
 
     def why_unhealthy(self) -> ApiError | None:
-        """Why /health fails, if so. An engine that has failed and can be opened again is no reason."""
+        """Error that /health reports, if any. A failed engine that can be opened again is none."""
         if self.draining:
             return shutting_down(self.config.drain_seconds)
         for engine in self.all:
@@ -428,39 +452,41 @@ class Engines:
         return None
 
     def reject(self, status: int, name: str | None) -> None:
-        """Count a request that got an error.
+        """Counts a request that got an error.
 
         Args:
-            name: of the engine that it was for; None: the only one, or nobody knows.
+            status: the HTTP status.
+            name: the name of its engine; None means the only engine, or an unknown one.
         """
         engine = self._by_name[name] if name is not None else self.all[0] if len(self.all) == 1 else None
         counts = self._rejected if engine is None or engine.metrics is None else engine.metrics.rejected
         counts[status] += 1
 
     def refuse_bytes(self, error: ApiError) -> None:
-        """Count and log a client whose bytes are no request."""
+        """Counts and logs a client whose bytes are no HTTP request."""
         self.reject(error.status, None)
         log_refused_bytes(error)
 
     def drain(self) -> None:
-        """Take no new requests."""
+        """Stops taking new requests."""
         self.draining = True
         for service in self.services:
             service.draining = True
 
     async def until_idle(self) -> None:
+        """Waits until no request runs or waits."""
         while any(service.live for service in self.services) or any(engine.waiting for engine in self.all):
             await asyncio.sleep(0.02)
 
     def end_all(self) -> None:
-        """End all requests with an error."""
+        """Ends all requests with an error."""
         if not self._ended.done():
             self._ended.set_result(None)
         for service in self.services:
             service.end_all()
 
     async def close(self) -> None:
-        """Close all engines, also those that are being opened."""
+        """Closes all engines, including those that are being opened."""
         self.end_all()
         openings = [engine.opening for engine in self.all if engine.opening is not None]
         await asyncio.gather(*openings, *([self._idle_closing] if self._idle_closing is not None else []))
@@ -469,15 +495,15 @@ class Engines:
             await service.llm.close()
 
     def cards(self) -> dict[str, Any]:
-        """The answer of /v1/models: all engines, on the one page that there is in Anthropic's API."""
+        """The response of /v1/models: all engines, on a single page of Anthropic's API."""
         names = self.names
         data = [self.card(name) for name in names]
         return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
     def card(self, name: str) -> dict[str, Any]:
-        """An engine in /v1/models: the keys of OpenAI's API, ours, and those of Anthropic's."""
+        """An engine in /v1/models: keys of OpenAI's API, ours, and those of Anthropic's."""
         engine = self._by_name[name]
-        max_model_len = None if engine.facts is None else engine.facts.max_model_len
+        max_model_len = None if engine.info is None else engine.info.max_model_len
         return {
             "id": name,
             "object": "model",
@@ -495,7 +521,7 @@ class Engines:
 
 
 def files_of(given: Sequence[str | Path]) -> list[str | Path]:
-    """What is given, with the engine files that are in a folder in its place.
+    """Replaces folders by the engine files in them.
 
     Raises:
         UsageError: a folder has none.
@@ -511,22 +537,22 @@ def files_of(given: Sequence[str | Path]) -> list[str | Path]:
 
 
 def _is_mistyped(path: str | Path) -> bool:
-    """True if a path that cannot be opened names no engine at all, not even a broken one."""
+    """True if a path that cannot be opened does not name an engine file at all, not even a broken one."""
     return Path(path).suffix != SUFFIX or not os.path.lexists(path)
 
 
 def _check_options(engine: Engine, config: ServerConfig, limits: RuntimeConfig) -> None:
-    """Refuse options at the start with which no request to an engine could ever be answered.
+    """Refuses options at the start with which no request to an engine could ever be answered.
 
     Raises:
-        UsageError: there is no such instruction set, or the engine runs on a GPU, and there is no --memory.
-        NotEnoughMemoryError: the KV cache does not hold one sequence of the longest length.
-        NoCodeForMachineError: this CPU does not have the instruction set that is asked for.
+        UsageError: there is no such instruction set, or the engine runs on a GPU without --memory.
+        NotEnoughMemoryError: the KV cache does not hold one sequence of the maximum length.
+        NoCodeForMachineError: this CPU does not have the requested instruction set.
     """
     if engine.target == CPU:
         choose_isa(limits.isa or env.cpu_isa())
     elif config.memory is None:
-        why = "how much of the GPU's memory engines may take together has to be said"
+        why = "the GPU memory that engines may take together must be given"
         raise UsageError("engines that are opened on demand need --memory on a GPU", why)
     if limits.kv_cache_memory is None:
         return
@@ -539,10 +565,10 @@ def _check_options(engine: Engine, config: ServerConfig, limits: RuntimeConfig) 
 
 
 def _why_too_large(engine: Engine, limits: RuntimeConfig, memory: int) -> NotEnoughMemoryError | None:
-    """The reason why an engine does not fit the memory, even if no other one is open; None: it fits.
+    """Error of an engine that does not fit the memory even if no other one is open; None if it fits.
 
     Raises:
-        UsageError: the engine has no draft of the kind that is to guess.
+        UsageError: the engine does not have the draft model that the limits name.
     """
     weights = f"its weights take {format_bytes(engine.weight_bytes)}"
     try:
@@ -552,7 +578,7 @@ def _why_too_large(engine: Engine, limits: RuntimeConfig, memory: int) -> NotEno
     else:
         if nbytes <= memory:
             return None
-        takes = f"{weights}, and all that it takes are {format_bytes(nbytes)}"
+        takes = f"{weights}, and it needs {format_bytes(nbytes)} in all"
     return NotEnoughMemoryError(
         f"{engine.file.path} does not fit the memory that engines may take together, {format_bytes(memory)}",
         takes,
@@ -561,10 +587,12 @@ def _why_too_large(engine: Engine, limits: RuntimeConfig, memory: int) -> NotEno
 
 
 def names_alone(model: str, path: str | Path, config: ServerConfig) -> Sequence[str]:
-    """Names in requests of an engine that is served alone: those of the config, or its model's and its file's.
+    """Names in requests of a server's only engine: those of the config, or its model's and its file's.
 
     Args:
-        model: the name in the file.
+        model: the model's name in the file.
+        path: the engine file.
+        config: the server's settings.
     """
     return config.served_model_names or tuple(dict.fromkeys((model, printable(Path(path).stem))))
 
@@ -586,11 +614,11 @@ def _check_names(engines: Sequence[ServedEngine], config: ServerConfig) -> None:
 _REASONS: dict[type[EngineError], str] = {
     CorruptEngineError: "its file is damaged",
     NoCodeForMachineError: "it has no code for this machine",
-    NotEnoughMemoryError: "it takes more memory than this server has",
+    NotEnoughMemoryError: "it needs more memory than this server has",
 }
 
 
 def _unavailable(name: str, error: EngineError) -> ApiError:
-    """What clients hear of an engine that cannot be opened; the log says more, with paths."""
+    """Error for clients when an engine cannot be opened; the log says more, with paths."""
     why = _REASONS.get(type(error), "the server's log says why")
     return ApiError(503, f"the model {name} cannot be opened: {why}", param="model", code="model_unavailable")

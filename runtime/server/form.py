@@ -1,4 +1,4 @@
-"""How completions are written as JSON: what all APIs share, and what those share whose responses are choices."""
+"""Writes completions as JSON: base classes of the responses of all APIs, and of those whose responses have choices."""
 
 import time
 from abc import ABC, abstractmethod
@@ -20,49 +20,56 @@ from enginewright.runtime.text.messages.formats import Parser
 from enginewright.runtime.text.messages.parser import Piece, Text, joined
 from enginewright.runtime.text.tokenizer import REPLACEMENT, Tokenizer
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
+MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """A prompt, as far as a completion repeats it."""
+    """A prompt, as far as the response repeats it."""
 
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[SampledToken | None]  # by position, if they were asked for; filled before the first token
+    text: str  # text of the prompt
+    token_ids: Sequence[int]  # token ids of the prompt
+    # log-probabilities by position, if requested; complete before the first token of the answer
+    logprobs: Sequence[SampledToken | None]
 
 
 @dataclass(eq=False)
 class Choice:
     """One completion while it is generated."""
 
-    index: int
-    prompt: PromptPart
-    num_tokens: int = 0
-    num_reasoning_tokens: int = 0  # that began within the reasoning, as far as they were pushed
-    offsets: TextOffsets | None = None  # of its tokens in its text, as far as log-probabilities have been written
-    echoed: bool = False  # whether those of its prompt have been
-    last_s: float | None = None  # when it last grew
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    deltas: list[Delta] = field(default_factory=list)  # kept where the completion is sent whole
-    parser: Parser | None = None  # of a message with reasoning or calls; None: all of it is text
+    index: int  # number of the completion in the response
+    prompt: PromptPart  # prompt of the completion
+    num_tokens: int = 0  # number of generated tokens so far
+    num_reasoning_tokens: int = 0  # number of tokens in the reasoning, as far as they were parsed
+    offsets: TextOffsets | None = None  # character offsets of tokens, as far as log-probabilities have been written
+    echoed: bool = False  # True once the log-probabilities of the prompt have been written
+    last_s: float | None = None  # time of the last delta, by time.perf_counter
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error" once the completion has ended
+    stop_reason: int | str | None = None  # stop text or stop token that ended the completion
+    deltas: list[Delta] = field(default_factory=list)  # deltas of a completion that is sent in one piece
+    parser: Parser | None = None  # parser of a message with reasoning or calls; None means that everything is text
 
     @property
     def text(self) -> str:
+        """Text of the completion, from the kept deltas."""
         return "".join(delta.text for delta in self.deltas)
 
     @property
     def tokens(self) -> list[SampledToken]:
+        """Tokens of the completion, from the kept deltas."""
         return [token for delta in self.deltas for token in delta.tokens]
 
     def push(self, delta: Delta, aligner: TokenAligner | None = None) -> list[Piece]:
-        """The parts of its message that this adds. Each delta is to be given once, in order.
+        """Parses a delta. Each delta must be given once, in order.
 
         Args:
-            aligner: the same for all deltas; it gives texts their tokens.
+            delta: the next delta.
+            aligner: assigns tokens to texts; the same one for all deltas.
+
+        Returns:
+            The pieces that the delta adds to the message.
         """
         pieces: list[Piece] = []
         parts = list(pairwise((0, *delta.ends, len(delta.text))))
@@ -86,25 +93,27 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took, of all its prompts and completions together."""
+    """Token counts and times of a request, of all its prompts and completions together."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    guessed_tokens: int = 0  # that were verified
-    accepted_tokens: int = 0  # of these, those that were right
-    times: RequestMetrics | None = None  # of the prompt whose completions took longest; None: they go on
+    prompt_tokens: int  # tokens of the prompts
+    completion_tokens: int  # generated tokens
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    draft_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were accepted
+    times: RequestMetrics | None = None  # times of the prompt whose completions took longest; None while they still run
 
     @property
     def phases(self) -> dict[str, Any]:
-        """A key for the times, where they are known: no API has one of its own, and clients leave alone what they do
-        not know.
+        """The times in a key of ours, if they are known.
+
+        No API has such a key, and clients ignore keys that they do not know.
         """
         if self.times is None:
             return {}
         return {"phases": {name: round(getattr(self.times, name), 6) for name in ("queue_s", "prefill_s", "decode_s")}}
 
     def to_dict(self) -> dict[str, Any]:
+        """Usage in OpenAI's format."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -112,37 +121,42 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             **self.phases,
         }
-        if self.guessed_tokens:
+        if self.draft_tokens:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": self.accepted_tokens,
-                "rejected_prediction_tokens": self.guessed_tokens - self.accepted_tokens,
+                "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
             }
         return usage
 
 
 @dataclass(frozen=True)
 class Include:
-    """What a response has beside the text of completions."""
+    """Optional parts of a response."""
 
-    logprobs: bool = False  # of the completion's tokens
-    prompt_logprobs: bool = False  # vLLM's, of the prompt's tokens
-    echo: bool = False  # the prompt before the completion, with its log-probabilities if those of tokens are shown
-    usage: bool = False  # at the end of a stream
-    usage_so_far: bool = False  # in each event of a stream
-    special_tokens: bool = False  # in its texts
-    reasoning: bool = True  # beside the answer, where the model reasons
+    logprobs: bool = False  # log-probabilities of the completion's tokens
+    prompt_logprobs: bool = False  # log-probabilities of the prompt's tokens, in vLLM's format
+    # prompt before the completion, with its log-probabilities if those of the completion are included
+    echo: bool = False
+    usage: bool = False  # usage at the end of a stream
+    usage_so_far: bool = False  # usage in each event of a stream
+    special_tokens: bool = False  # special tokens in texts
+    reasoning: bool = True  # reasoning, of a model that reasons
 
 
 class Form(ABC):
-    """The id of a response, and the JSON of all that it says.
+    """A response: its id, and its content as JSON.
 
     Args:
-        fingerprint: of the engine; where it and the release are the same, the same seed gives the same answer.
+        id: the id of the response.
+        model: the model's name in the response.
+        fingerprint: identifies the engine; with the same one and the same release, a seed repeats an answer.
+        tokenizer: the engine's tokenizer.
+        include: optional parts of the response.
     """
 
     id_prefix: ClassVar[str]
-    prompt_key: ClassVar[str]  # of a body, for errors
-    renames: ClassVar[Mapping[str, str]] = {}  # what this API calls keys of a chat; regular expressions
+    prompt_key: ClassVar[str]  # key of the body with the prompt, for errors
+    renames: ClassVar[Mapping[str, str]] = {}  # regular expressions of a chat's keys, with this API's names
 
     def __init__(self, id: str, model: str, fingerprint: str, tokenizer: Tokenizer, include: Include) -> None:
         self.id, self.model, self.include = id, model, include
@@ -152,7 +166,13 @@ class Form(ABC):
     def prompt_part(
         self, prompt: Prompt, token_ids: Sequence[int], logprobs: Sequence[SampledToken | None]
     ) -> PromptPart:
-        """A prompt as completions repeat it: the client's own text, or that of its token ids."""
+        """The part of a prompt that completions repeat: the client's own text, or that of its token ids.
+
+        Args:
+            prompt: the prompt as the client sent it.
+            token_ids: its token ids.
+            logprobs: log-probabilities of its tokens, by position.
+        """
         text = text_of(prompt)
         if text is None:
             text = self._tokenizer.decode(token_ids) if self.include.echo else ""
@@ -160,39 +180,40 @@ class Form(ABC):
 
     @abstractmethod
     def opening(self, choice: Choice, cached_tokens: int) -> bytes:
-        """The events before a choice's first piece; empty if there are none.
+        """Events before the first piece of a choice; may be empty.
 
         Args:
-            cached_tokens: of its prompt, that were in the prefix cache.
+            choice: the choice.
+            cached_tokens: tokens of its prompt that were in the prefix cache.
         """
 
     @abstractmethod
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        """The events of what was added to a choice; empty if nobody could see a difference."""
+        """Events for a delta of a choice; empty if the delta changes nothing visible."""
 
     @abstractmethod
     def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """The events at the end of a stream."""
+        """Events at the end of a stream."""
 
     @abstractmethod
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """All choices at once."""
+        """The response in one piece."""
 
     def failure(self, error: ApiError) -> bytes:
         """The last event of a stream that fails."""
         return b"data: " + error.body + b"\n\n"
 
     def ended(self) -> None:
-        """Called in the event loop's thread once the response is whole, before its last bytes are sent."""
+        """Called in the event loop's thread once the response is complete, before its last bytes are sent."""
         return
 
     def _scored(self, sampled: SampledToken) -> dict[str, Any]:
-        """A token with its log-probability, and the likeliest ones with theirs."""
+        """A token with its log-probability, and the likeliest tokens with theirs."""
         top = [self._entry(token, logprob) for token, logprob in sampled.top_logprobs]
         return {**self._entry(sampled.token, sampled.logprob), "top_logprobs": top}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """The bytes of tokens that are parts of a character make it, where their texts do not."""
+        """A token in OpenAI's format; `bytes` are those of the token, whose text may be only a part of a character."""
         text = self._token_text(token)
         own = self._tokenizer.token_bytes(token) if REPLACEMENT in text else text.encode()
         return {"token": text, "logprob": shown(logprob), "bytes": list(own)}
@@ -219,25 +240,26 @@ class ChoicesForm(Form):
 
     @abstractmethod
     def _piece(self, text: str) -> bytes:
-        """Keys of a choice that hold what was added to it."""
+        """Keys of a choice that hold added text."""
 
     @abstractmethod
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        """Keys of a choice that hold all of it."""
+        """Keys of a choice that hold the complete answer."""
 
     @abstractmethod
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        """Of tokens that follow those of the calls before."""
+        """Log-probabilities of the next tokens of a choice."""
 
     def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Keys of a response beside its choices."""
+        """Keys of a response in addition to its choices."""
         return {}
 
     def _usage(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """The usage at the end, when all deltas were pushed."""
+        """Usage at the end, once all deltas were parsed."""
         return usage.to_dict()
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """The event for a delta of a choice; empty if the delta changes nothing visible."""
         if not delta.text and delta.finish_reason is None and not self.include.logprobs:
             return b""
         return self._chunk(choice, delta, self._piece(delta.text))
@@ -251,16 +273,18 @@ class ChoicesForm(Form):
         return self._event(choice, piece + b',"logprobs":' + logprobs + end)
 
     def finish_reason(self, choice: Choice) -> str | None:
-        """Of a choice that has ended, as the API calls it."""
+        """Finish reason of a choice that has ended, in the API's words."""
         return choice.finish_reason
 
     def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """Events at the end of a stream: the usage, if included, and DONE."""
         if not self.include.usage:
             return DONE
         end = {"object": self.chunk_object, **self._about, "choices": [], "usage": self._usage(choices, usage)}
         return event(end) + DONE
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The response in one piece."""
         whole = [
             {
                 "index": choice.index,
@@ -275,7 +299,7 @@ class ChoicesForm(Form):
         return encode(response | self._response_keys(choices))
 
     def prompt_logprobs(self, prompt: PromptPart) -> list[dict[str, Any] | None]:
-        """vLLM's form: for each position the named tokens by id; None for the first, which nothing comes before."""
+        """Log-probabilities in vLLM's format: tokens by id at each position; None at the first."""
         return [None if token is None else self._named(token) for token in prompt.logprobs]
 
     def _named(self, scored: SampledToken) -> dict[str, Any]:
@@ -299,19 +323,20 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:
-    """A server-sent event."""
+    """A server-sent event with JSON data."""
     return b"data: " + encode(value) + b"\n\n"
 
 
 def new_call_id() -> str:
-    """Of nine letters and digits: Mistral's templates take no others."""
+    """A random id of nine letters and digits, since Mistral's templates accept no others."""
     return token_hex(5)[:9]
 
 
 def typed_event(type: str, **keys: Any) -> bytes:
-    """A server-sent event that says its type, as clients of the newer APIs want it."""
+    """A server-sent event with its type, as clients of the Responses API and Anthropic's expect it."""
     return b"event: " + type.encode() + b"\n" + event({"type": type, **keys})
 
 
 def shown(logprob: float | None) -> float:
-    return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
+    """A log-probability as JSON can represent it, at least MIN_LOGPROB."""
+    return MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)

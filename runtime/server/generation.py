@@ -1,4 +1,4 @@
-"""One completion request, from its prompts to the last byte of the response."""
+"""Runs one completion request, from its prompts to the last byte of the response."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.prompts import Conversation, Prompt
 from enginewright.runtime.sampling.sampling import SamplingParams
 from enginewright.runtime.server.admission import Reservation
-from enginewright.runtime.server.errors import ApiError, from_engine, internal, of_answer, shutting_down
+from enginewright.runtime.server.errors import ApiError, answer_error, from_engine, internal, shutting_down
 from enginewright.runtime.server.form import Choice, Form, Usage
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
@@ -33,13 +33,13 @@ NewParsers = Callable[[Sequence[int], int], Sequence[Parser | None]]
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would wait for more
+    (b"x-accel-buffering", b"no"),  # nginx would buffer the events
 ]
 
 
 @contextmanager
 def template_errors(prompt: Prompt) -> Iterator[None]:
-    """Raises ApiError where the model's chat template cannot show a conversation, or its process is lost."""
+    """Raises ApiError if the chat template cannot render a conversation, or its process is lost."""
     try:
         yield
     except UsageError:
@@ -50,21 +50,27 @@ def template_errors(prompt: Prompt) -> Iterator[None]:
     except EngineError as error:
         if not isinstance(prompt, Conversation):
             raise
-        logger.warning("a conversation is refused: %s", error.what)  # why may quote it, and the log must not
+        logger.warning(
+            "a conversation is refused: %s", error.what
+        )  # the reason may quote the conversation, which must not be logged
         raise ApiError(400, "the model's chat template cannot show these messages", param="messages") from None
 
 
 class Generation:
-    """The completions of one request, n for each prompt, sent as they are written or all at once.
+    """The completions of one request, n for each prompt, streamed or sent in one piece.
 
-    The head of a response goes out with its first bytes, so that what fails before has a status of its own.
+    The head of a response is sent with its first bytes, so that earlier failures have an HTTP status of their own.
 
     Args:
-        arrived: when the request came, by time.perf_counter.
-        log: takes down what came of it.
-        new_parsers: of a prompt's completions; it takes the prompt's token ids, and how many.
-        structure: what a prompt's completions have to be; it takes the prompt's token ids.
-        timeout_s: since it came, after which it ends; None: never.
+        service: the engine.
+        form: writes the response.
+        params: sampling parameters of all completions.
+        arrived: arrival of the request, by time.perf_counter.
+        log: log line of the request.
+        new_parsers: makes the parsers of a prompt's completions from its token ids and their number.
+        structure: gives the structure of a prompt's completions from its token ids.
+        work: priority and tenant.
+        timeout_s: seconds from the arrival after which the request ends; None means never.
     """
 
     def __init__(
@@ -83,19 +89,26 @@ class Generation:
         self._work, self._timeout_s = work, timeout_s
         self._service, self._form, self._params, self._arrived = service, form, params, arrived
         self._log = log
-        self._first_token_s: float | None = None  # since its arrival
+        self._first_token_s: float | None = None  # seconds from the request's arrival
         self._requests: list[AsyncRequest] = []
-        self._choices: list[list[Choice]] = []  # of each prompt
+        self._choices: list[list[Choice]] = []  # by prompt
         self._reservations: Sequence[Reservation] = ()
-        self._stopped: Exception | None = None  # why it may not go on
-        self._started = False  # the response
+        self._stopped: Exception | None = None  # error that ends the request early
+        self._started = False  # True once the response's head was sent
 
     async def run(self, prompts: Sequence[Prompt], salt: str, stream: bool, receive: Receive, send: Send) -> None:
-        """Compute the completions, and send them.
+        """Computes the completions, and sends them.
+
+        Args:
+            prompts: the prompts.
+            salt: salt of the prefix cache.
+            stream: whether to send the completions as they are generated.
+            receive: ASGI channel from the client.
+            send: ASGI channel to the client.
 
         Raises:
-            ApiError: it is refused, or fails before a byte is sent; later errors are sent as an event.
-            ClientGone: the client has left.
+            ApiError: the request is refused, or fails before a byte is sent; later errors are sent as an event.
+            ClientGone: the client has disconnected.
         """
         self._reservations = self._service.admission.enter(prompts, self._params)
         self._service.live.add(self)
@@ -120,13 +133,13 @@ class Generation:
             self._close()
 
     def stop(self, why: Exception) -> None:
-        """End the request early; `why` is raised where its completions are awaited."""
+        """Ends the request early; `why` is raised where its completions are awaited."""
         self._stopped = self._stopped or why
         for request in self._requests:
             request.abort()
 
     def _timer(self) -> asyncio.TimerHandle | None:
-        """What ends the request when its time is over."""
+        """Timer that ends the request at its timeout."""
         if self._timeout_s is None:
             return None
         left = self._arrived + self._timeout_s - time.perf_counter()
@@ -137,7 +150,7 @@ class Generation:
         self.stop(ClientGone())
 
     async def _submit(self, prompts: Sequence[Prompt], salt: str) -> None:
-        """Start all prompts, or none if one is refused."""
+        """Starts all prompts, or none if one is refused."""
         for prompt, reservation in zip(prompts, self._reservations, strict=True):
             request = await self._prepare(prompt, salt)
             reservation.tokenized(request.num_prompt_tokens)
@@ -171,7 +184,7 @@ class Generation:
                 choice = choices[delta.index]
                 if choice.last_s is None:
                     pieces.append(form.opening(choice, self._requests[number].num_cached_tokens))
-                self._note(number, choice, delta)
+                self._record(number, choice, delta)
                 pieces.append(form.chunk(choice, delta))
             if data := b"".join(pieces):
                 if not self._started:
@@ -184,7 +197,7 @@ class Generation:
         arguments = self._all_choices, self._usage()
         if self._params.logprobs is None and self._params.prompt_logprobs is None:
             body = self._form.body(*arguments)
-        else:  # thousands of tokens have tens of thousands of names
+        else:  # thousands of tokens have tens of thousands of named alternatives
             body = await asyncio.to_thread(self._form.body, *arguments)
         self._form.ended()
         self._started = True
@@ -196,10 +209,10 @@ class Generation:
             for delta in deltas:
                 choice = choices[delta.index]
                 choice.deltas.append(delta)
-                self._note(number, choice, delta)
+                self._record(number, choice, delta)
 
-    def _note(self, number: int, choice: Choice, delta: Delta) -> None:
-        """Count a delta in metrics and log. Raises the error that ends the request, if there is one."""
+    def _record(self, number: int, choice: Choice, delta: Delta) -> None:
+        """Counts a delta in metrics and log. Raises the error that ends the request, if there is one."""
         if self._stopped is not None:
             raise self._stopped
         metrics, now, count = self._service.metrics, time.perf_counter(), len(delta.tokens)
@@ -218,8 +231,8 @@ class Generation:
         if delta.finish_reason == "abort":
             raise shutting_down(0)
         if delta.finish_reason == "error":
-            raise of_answer(delta.stop_reason)
-        metrics.whole.observe(now - self._arrived)
+            raise answer_error(delta.stop_reason)
+        metrics.e2e.observe(now - self._arrived)
 
     @property
     def _all_choices(self) -> list[Choice]:
@@ -230,7 +243,7 @@ class Generation:
             prompt_tokens=sum(request.num_prompt_tokens for request in self._requests),
             completion_tokens=sum(choice.num_tokens for choice in self._all_choices),
             cached_tokens=sum(request.num_cached_tokens for request in self._requests),
-            guessed_tokens=sum(request.request.num_guessed_tokens for request in self._requests),
+            draft_tokens=sum(request.request.num_guessed_tokens for request in self._requests),
             accepted_tokens=sum(request.request.num_accepted_tokens for request in self._requests),
             times=max((request.request.metrics for request in self._requests), key=lambda times: times.total_s),
         )
@@ -243,8 +256,8 @@ class Generation:
         await send({"type": "http.response.body", "body": self._form.failure(error), "more_body": False})
 
     def _close(self) -> None:
-        """Abort what still runs, and release all that the request has reserved."""
-        self._stopped = None  # its traceback leads back here, which would be a reference cycle
+        """Aborts completions that still run, and releases all that the request has reserved."""
+        self._stopped = None  # its traceback refers to this object, which would be a reference cycle
         for request in self._requests:
             request.abort()
         for request, choices in zip(self._requests, self._choices, strict=True):
@@ -261,7 +274,7 @@ class Generation:
 
 
 async def _together(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all coroutines; the first error ends the others."""
+    """Runs all coroutines; the first error cancels the others."""
     if len(parts) == 1:
         await parts[0]
         return

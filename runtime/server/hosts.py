@@ -1,7 +1,7 @@
-"""The names under which clients may reach a server: the defence against DNS rebinding.
+"""Checks the Host header against the server's names, as a defence against DNS rebinding.
 
 A web page cannot read from another site. But its own name may be pointed at 127.0.0.1 once it has been loaded; then the
-browser takes a server on the reader's machine for the page's own site. Only the Host header still says the page's name.
+browser takes a server on the reader's machine for the page's own site. Only the Host header still has the page's name.
 """
 
 import re
@@ -14,18 +14,18 @@ from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.wire import header
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-NAME = r"[a-z0-9._-]+|\[[0-9a-f:.]+\]"  # of a host, in lower case; IPv6 addresses in brackets
+NAME = r"[a-z0-9._-]+|\[[0-9a-f:.]+\]"  # host in lower case; IPv6 addresses in brackets
 HEADER = re.compile(rf"({NAME})(:[0-9]*)?".encode())
 
 
 def host_name(text: str) -> str:
-    """A host as a Host header has it, without its port: in lower case, IPv6 addresses in brackets."""
+    """Converts a host to the form of a Host header without port: lower case, IPv6 addresses in brackets."""
     text = text.lower()
     return f"[{text}]" if ":" in text and not text.startswith("[") else text
 
 
 def is_host(text: str) -> bool:
-    """Whether it is a name or an address, without scheme and port."""
+    """True if a text is a host name or an address, without scheme and port."""
     return re.fullmatch(NAME, host_name(text)) is not None
 
 
@@ -33,10 +33,11 @@ class HostCheck:
     """Refuses requests to names that are not this server's.
 
     Args:
-        address: that the server listens at. Where it is not a loopback address and none is allowed by name, there is
-            nothing to check: its names are not known here.
-        host: as the server was told to bind it.
-        allowed: more names, without ports.
+        address: the address that the server listens at. If it is not a loopback address and no names are allowed,
+            nothing
+            is checked, since the names of the machine are not known.
+        host: the host that the server was started with.
+        allowed: further names, without ports.
     """
 
     def __init__(self, address: str, host: str, allowed: Sequence[str]) -> None:
@@ -46,7 +47,7 @@ class HostCheck:
             self._names = frozenset(name.encode() for name in names)
 
     def check(self, scope: Scope) -> None:
-        """Compare the header as it came over the wire.
+        """Checks the header as it was sent.
 
         Raises:
             ApiError: 403, there is no Host header, more than one, or one that is not allowed.

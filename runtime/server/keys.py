@@ -1,9 +1,9 @@
-"""Keys of requests' bodies: read, harmless, refused by name, or unknown.
+"""Sorts the keys of requests' bodies: read, harmless, refused by name, or unknown.
 
-A body is walked once, by a table for each kind of object in it, before anything else looks at it. A key is one that a
-struct reads, one that nothing reads and that changes nothing at some values (`Unread`, which is refused at all others),
-or unknown. Unknown keys, and tools of kinds that this server does not have, are left out and named in a warning, since
-clients get new ones every month; with `--strict-keys` they are refused. `null` stands for a key that is not there.
+A body is walked once, with a table for each kind of object in it, before it is parsed. A key is read by a struct; or it
+is not read, and harmless at some values (`Unread`, which is refused at all others); or it is unknown. Unknown keys, and
+tools of kinds that this server does not have, are dropped and named in a warning, since clients add new ones every
+month; with `--strict-keys` they are refused. `null` counts as a missing key.
 """
 
 import json
@@ -20,7 +20,7 @@ from msgspec import inspect
 
 from enginewright.runtime.server.errors import ApiError
 
-MAX_NAMED = 8  # keys in a warning; further ones are counted
+MAX_NAMED = 8  # keys that a warning names; further ones are counted
 MAX_NAME_CHARS = 64
 NOTHING: Sequence[Any] = ([], {}, "", False)
 _PLAIN = re.compile(r"[\w$.:/-]+", re.ASCII)
@@ -28,20 +28,25 @@ _PLAIN = re.compile(r"[\w$.:/-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class Unread:
-    """A key that nothing reads.
+    """A key that is accepted and not read.
 
     Args:
         why: the reason why it changes nothing, or why its other values are refused.
-        harmless: values that change nothing, besides null; None: all do.
-        off_by: a key and its value that switch this one off.
+        harmless: values that change nothing, besides null; None means all values.
+        off_by: a key and its value that make this one harmless.
     """
 
-    why: str
-    harmless: Sequence[Any] | None = None
-    off_by: tuple[str, Any] | None = None
+    why: str  # reason for the warning or the refusal
+    harmless: Sequence[Any] | None = None  # values that change nothing; None means all
+    off_by: tuple[str, Any] | None = None  # key and value that make this one harmless
 
     def is_harmless(self, value: Any, siblings: Mapping[str, Any]) -> bool:
-        """True if a value of the key changes nothing, in an object that has these keys."""
+        """True if a value of the key changes nothing.
+
+        Args:
+            value: the value.
+            siblings: all keys of the object.
+        """
         if value is None or self.harmless is None or is_one_of(value, self.harmless):
             return True
         return self.off_by is not None and siblings.get(self.off_by[0]) == self.off_by[1]
@@ -49,27 +54,27 @@ class Unread:
 
 @dataclass(frozen=True)
 class Known:
-    """The keys of one kind of object.
+    """The known keys of one kind of object.
 
     Args:
-        kind: the struct that it is read into.
-        read: the keys that are used, each with the table of the objects in it; None: they are a client's own.
+        kind: the struct that the object is read into.
+        read: the keys that are used, each with the table of the objects in it; None means keys that a client chooses.
         unread: the keys that are known, and not used.
     """
 
-    kind: type[msgspec.Struct]
-    read: Mapping[str, "Known | Kinds | None"]
-    unread: Mapping[str, Unread]
+    kind: type[msgspec.Struct]  # struct that the object is read into
+    read: Mapping[str, "Known | Kinds | None"]  # keys that are used, with the tables of the objects in them
+    unread: Mapping[str, Unread]  # keys that are known, and not used
 
 
 class Kinds:
-    """Objects whose key `type` says which of several kinds they are.
+    """Objects of several kinds, distinguished by their key `type`.
 
     Args:
-        by_type: their tables.
-        default: the type of one that says none; None: it has to say one.
-        may_skip: whether one of another type is left out of its list, with a warning. Otherwise it is refused where it
-            is read.
+        by_type: tables by type.
+        default: the type of an object without one; None means that the type is required.
+        may_skip: whether a list's entry of another type is dropped with a warning. Otherwise it is refused where it is
+            read.
     """
 
     def __init__(self, by_type: Mapping[str, Known], *, default: str | None = None, may_skip: bool = False) -> None:
@@ -80,34 +85,37 @@ class Kinds:
         self._default, self._may_skip = default, may_skip
 
     def of(self, value: Mapping[str, Any]) -> Known | None:
-        """The table of an object; None: it is of no such kind."""
+        """Table of an object; None if it is of no known kind."""
         name = value.get("type") or self._default
         return self.by_type.get(name) if isinstance(name, str) else None
 
     def skips(self, value: Any) -> bool:
-        """True if an entry of a list is left out."""
+        """True if an entry of a list is dropped."""
         name = value.get("type") if self._may_skip and isinstance(value, dict) else None
         return isinstance(name, str) and name not in self.by_type
 
 
 class UnusedKeys:
-    """The keys and entries of one request that nothing uses.
+    """The keys and entries of one request that are not used.
 
     Args:
-        is_strict: it is refused instead.
+        is_strict: whether an unused key is an error.
     """
 
     def __init__(self, *, is_strict: bool) -> None:
         self._is_strict = is_strict
         self._named: list[str] = []
         self._count = 0
-        self._places: dict[str, list[int]] = {}  # of what is left of a list, by the list's path
+        self._places: dict[
+            str, list[int]
+        ] = {}  # original indices of the entries that remain of a list, by the list's path
 
     def add(self, error: Callable[[], ApiError]) -> None:
-        """Note what is not used.
+        """Records an unused key.
 
         Args:
-            error: makes what is said of it, printable ASCII. That may take long, so it is not called for each of many.
+            error: makes the error that names it, in printable ASCII. That may be slow, so it is called for the first
+                few only.
 
         Raises:
             ApiError: keys are strict.
@@ -119,17 +127,25 @@ class UnusedKeys:
             self._named.append(error().message)
 
     def add_errors(self, errors: Sequence[ApiError], renames: Mapping[str, str]) -> None:
-        """Note what a model has no use for, by the keys' names in an API (as of a Form). Raises ApiError."""
+        """Records keys that a model has no use for.
+
+        Args:
+            errors: the errors that name them.
+            renames: names of keys in this API, as of a Form.
+
+        Raises:
+            ApiError: keys are strict.
+        """
         for error in errors:
             self.add(partial(error.renamed, renames))
 
-    def left(self, path: str, places: list[int]) -> None:
-        """Note which entries of a list are left of it."""
+    def remaining(self, path: str, places: list[int]) -> None:
+        """Records which entries of a list remain."""
         self._places[path] = places
 
     @contextmanager
     def places_as_sent(self) -> Iterator[None]:
-        """ApiErrors that are raised within name the places that entries of lists had in the body."""
+        """Makes ApiErrors raised within it name the indices that entries of lists had in the body."""
         try:
             yield
         except ApiError as error:
@@ -141,26 +157,29 @@ class UnusedKeys:
 
     @property
     def warning(self) -> str | None:
-        """A line of printable ASCII, and of bounded length; None: everything is used."""
+        """One line of printable ASCII, of bounded length; None if all keys are used."""
         if not self._count:
             return None
-        left = self._count - len(self._named)
-        return "; ".join([*self._named, f"and {left} more"] if left else self._named)
+        remaining = self._count - len(self._named)
+        return "; ".join([*self._named, f"and {remaining} more"] if remaining else self._named)
 
 
-def known_of(
+def known_keys(
     kind: type[msgspec.Struct],
     unread: Mapping[str, Unread] = {},
     *,
     also: Sequence[str] = (),
     **inner: Known | Kinds,
 ) -> Known:
-    """The table of a struct.
+    """Table of the keys of a struct.
 
     Args:
-        also: keys that are read besides its own.
-        inner: tables of objects that the struct leaves as they are, or that have more than a struct's keys. Those of
-            structs in it are made from them.
+        kind: the struct.
+        unread: further keys that are known, and not used.
+        also: further keys that are read.
+        inner: tables of nested objects that the struct does not describe, or that have more keys than a struct's. Those
+            of
+            nested structs are made from the structs.
     """
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
@@ -175,30 +194,40 @@ def _without(unread: Mapping[str, Unread], names: Collection[str]) -> Mapping[st
 
 
 def _struct_in(type: inspect.Type) -> Known | None:
-    """The table of the struct that values of a type are, if they are one, or a list of one."""
+    """Table of the struct in a type, which is that struct, an optional one, or a list of it."""
     if isinstance(type, inspect.UnionType):
         return next(filter(None, map(_struct_in, type.types)), None)
     if isinstance(type, inspect.ListType):
         return _struct_in(type.item_type)
-    return known_of(type.cls) if isinstance(type, inspect.StructType) else None
+    return known_keys(type.cls) if isinstance(type, inspect.StructType) else None
 
 
-def taken(why: str, *names: str) -> dict[str, Unread]:
-    """Keys that change nothing, whatever they hold."""
+def ignored(why: str, *names: str) -> dict[str, Unread]:
+    """Keys that change nothing, whatever their value."""
     return dict.fromkeys(names, Unread(why))
 
 
 def refused(
     why: str, *names: str, harmless: Sequence[Any] = (), off_by: tuple[str, Any] | None = None
 ) -> dict[str, Unread]:
-    """Keys that would change the answer, unless they hold one of these values."""
+    """Keys that would change the answer, except at some values.
+
+    Args:
+        why: the reason, for the error.
+        names: the keys.
+        harmless: the values that change nothing.
+        off_by: a key and its value that make these harmless.
+    """
     return dict.fromkeys(names, Unread(why, harmless, off_by))
 
 
 def used_keys(value: dict[str, Any], known: Known, unused: UnusedKeys, where: str = "") -> dict[str, Any]:
-    """Copy of an object that has only keys that are read, as have the objects in it.
+    """Copies an object with only the keys that are read, at all depths.
 
     Args:
+        value: the object.
+        known: the table of its keys.
+        unused: collects the keys that are dropped.
         where: its path in the body, "messages[0]".
 
     Raises:
@@ -218,7 +247,7 @@ def used_keys(value: dict[str, Any], known: Known, unused: UnusedKeys, where: st
 
 
 def _used_values(value: Any, known: Known | Kinds, unused: UnusedKeys, where: str) -> Any:
-    """Copy of an object, or of a list of objects. Other values stay as they are; their reader checks them."""
+    """Copies an object, or a list of objects. Other values stay as they are; their reader checks them."""
     if isinstance(value, list):
         return _used_entries(value, known, unused, where)
     table = known.of(value) if isinstance(known, Kinds) and isinstance(value, dict) else known
@@ -235,22 +264,23 @@ def _used_entries(values: list[Any], known: Known | Kinds, unused: UnusedKeys, w
             used.append(_used_values(value, known, unused, path) if isinstance(value, dict) else value)
             places.append(place)
     if len(used) < len(values):
-        unused.left(where, places)
+        unused.remaining(where, places)
     return used
 
 
 def not_implemented(key: str, why: str = "") -> ApiError:
+    """400, a key or its value is not implemented."""
     reason = f": {why}" if why else ""
     return ApiError(400, f"{key} is not implemented{reason}", param=key, code="unsupported_parameter")
 
 
 def is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    """True if a value is among others; true is not 1."""
+    """True if a value equals one of several; true does not equal 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 def shown(name: str) -> str:
-    """A client's own name, of printable ASCII and of bounded length, so that it fits a header and a line of a log."""
+    """A name from a client as printable ASCII of bounded length, so that it fits a header and a log line."""
     if not _PLAIN.fullmatch(name[: MAX_NAME_CHARS + 1]):
         name = json.dumps(name[:MAX_NAME_CHARS]).replace("\x7f", "\\u007f")
     return name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "..."

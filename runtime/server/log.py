@@ -1,7 +1,7 @@
-"""What a server logs: one line per request, throughput every ten seconds of work, warnings and tracebacks.
+"""Logs of a server: one line per request, throughput every ten seconds of work, warnings and tracebacks.
 
-A line is an event with fields, as text or as JSON. Of what a client sends, lines of requests have its X-Request-Id, the
-path that it asks for, and the names of keys of its body that nothing uses: no prompts, no answers, no API keys.
+A line is an event with fields, as text or as JSON. From the client, lines of requests contain its X-Request-Id, the
+requested path, and the names of unused keys of its body: no prompts, no answers, no API keys.
 """
 
 import json
@@ -36,57 +36,58 @@ from enginewright.runtime.server.wire import header
 
 logger = logging.getLogger(__name__)
 
-Fields = dict[str, Any]  # by name; None: not known, or does not apply
+Fields = dict[str, Any]  # values by name; None means unknown or not applicable
 
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 FORMATS = ("text", "json")
 STDERR = 2
-INTERVAL_S = 10.0  # from one line about throughput to the next
-WINDOW_S = 10.0  # in which MAX_LIKE_LINES lines that are alike are written, and the others counted
+INTERVAL_S = 10.0  # seconds between two lines about throughput
+WINDOW_S = 10.0  # seconds in which MAX_LIKE_LINES similar lines are written, and further ones counted
 MAX_LIKE_LINES = 20
-MAX_QUEUED_LINES = 10_000  # while nobody reads stderr; then lines are lost, and counted
-CLOSE_S = 1.0  # for the lines that are left, if nobody reads them
+MAX_QUEUED_LINES = 10_000  # lines kept while nobody reads stderr; further lines are lost, and counted
+CLOSE_S = 1.0  # seconds to write the remaining lines at the end
 MAX_PATH_CHARS = 100
-CONTINUATION = "\n  "  # of a text's further lines, so that what stands at the left is always a line of the log
+CONTINUATION = "\n  "  # indents the further lines of a message, so that text at the margin always starts a log line
 WARNING_HEADER = b"x-enginewright-warning"
 REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,64}")
-CLIENT_GONE = 499  # as nginx has it; no client ever sees this status
-PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)  # needs no quotes in a text line
+CLIENT_GONE = 499  # nginx's status for a client that disconnected; no client ever sees it
+PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)  # values that need no quotes in a text line
 
 
 def log_event(level: int, event: str, fields: Fields, limited: str | None = None) -> None:
-    """Log a line of fields.
+    """Logs a line of fields.
 
     Args:
-        level: of the logging module.
-        event: what the line is about; its fields depend on it alone.
-        limited: what is counted of lines beyond MAX_LIKE_LINES; None: all of them are written.
+        level: a level of the logging module.
+        event: the name of the event, which determines the fields.
+        fields: values by name.
+        limited: what is counted for lines beyond MAX_LIKE_LINES; None means that all lines are written.
     """
     if logger.isEnabledFor(level):
         logger.log(level, "%s %s", event, fields, extra={"event": event, "fields": fields, "limited": limited})
 
 
 class RequestLog:
-    """The line of one request, written once it has ended.
+    """The log line of one request, written once it has ended.
 
     Args:
-        scope: of ASGI.
+        scope: the ASGI scope.
     """
 
     def __init__(self, scope: Scope) -> None:
         given = header(scope, b"x-request-id")
         self.client_id = given[0] if len(given) == 1 and REQUEST_ID.fullmatch(given[0]) else None
-        self.request_id: str | None = None  # of the response
+        self.request_id: str | None = None  # id of the response
         self.model: str | None = None
         self._failure: tuple[int, str | None] | None = None  # status and code of the error that the client got
-        self.is_gone = False  # the client
+        self.is_gone = False  # True once the client has disconnected
         self._method, self._path = scope["method"], scope["path"]
-        self.figures: Fields | None = None  # None: the request has not reached the engine
-        self.params: SamplingParams | None = None  # of its answers
-        self.unused: UnusedKeys | None = None  # of its body; None: it has not been read
+        self.figures: Fields | None = None  # None until the request has reached the engine
+        self.params: SamplingParams | None = None  # sampling parameters of the answers
+        self.unused: UnusedKeys | None = None  # unused keys of the body; None until it is read
 
     def failed(self, error: ApiError) -> None:
-        """Record the error that the client got. It is not kept: its traceback leads back to this log."""
+        """Records the client's error. The exception is not kept: its traceback refers to this log."""
         self._failure = error.status, error.code
 
     def answered(
@@ -96,17 +97,18 @@ class RequestLog:
         first_token_s: float | None,
         total_s: float,
     ) -> None:
-        """Record what the engine computed for this request.
+        """Records what the engine computed for this request.
 
         Args:
             requests: one per prompt.
-            choices: of each of them.
-            first_token_s: from the arrival of the HTTP request to the first token of any answer; None: none came.
-            total_s: from there to the end.
+            choices: the completions of each prompt.
+            first_token_s: seconds from the arrival of the HTTP request to the first token of any answer; None if there
+                was none.
+            total_s: seconds from the arrival to the end.
         """
         self.params = requests[0].params
         prompt_tokens = cached_tokens = output_tokens = 0
-        queue_s: float | None = None  # the longest
+        queue_s: float | None = None  # the longest wait of a prompt
         finish_reasons: dict[str, int] = {}
         for request in requests:
             prompt_tokens += request.num_prompt_tokens
@@ -131,7 +133,13 @@ class RequestLog:
         }
 
     def embedded(self, prompt_tokens: int, total_s: float, finish_reason: str) -> None:
-        """Record what the engine computed of the texts of this request; as `answered`."""
+        """Records what the engine computed for the texts of this request.
+
+        Args:
+            prompt_tokens: the number of tokens of all texts.
+            total_s: seconds from the arrival of the HTTP request to the end.
+            finish_reason: "stop", "abort" or "error".
+        """
         self.figures = {
             "model": self.model,
             "prompt_tokens": prompt_tokens,
@@ -140,10 +148,10 @@ class RequestLog:
             "finish_reasons": {finish_reason: 1},
         }
 
-    def returning(self, send: Send) -> Send:
-        """`send`, with the client's X-Request-Id, and a warning of what is not used, among the response's headers."""
+    def with_headers_in(self, send: Send) -> Send:
+        """Wraps `send` to add the client's X-Request-Id and a warning about unused keys to the headers."""
 
-        def with_headers(message: Message) -> Awaitable[None]:  # no coroutine of its own: streams send many messages
+        def with_headers(message: Message) -> Awaitable[None]:  # a plain function saves a coroutine per message
             if message["type"] == "http.response.start" and (mine := self._headers()):
                 message = {**message, "headers": [*message.get("headers", ()), *mine]}
             return send(message)
@@ -160,20 +168,22 @@ class RequestLog:
 
     @property
     def status(self) -> int:
+        """HTTP status of the response, or CLIENT_GONE."""
         return CLIENT_GONE if self.is_gone else 200 if self._failure is None else self._failure[0]
 
     @property
     def code(self) -> str | None:
+        """Error code of the response; None without an error."""
         return "client_gone" if self.is_gone else None if self._failure is None else self._failure[1]
 
     def write(self) -> None:
-        """Write the line of the request.
+        """Writes the line of the request.
 
-        Its event is "request" if the request has reached the engine; otherwise "refused", "gone" (the client left
-        before that) or "http".
+        Its event is "request" if the request has reached the engine; otherwise "refused", "gone" (the client
+        disconnected before that) or "http".
         """
         status, code = self.status, self.code
-        # Who ends a server on purpose need not be warned that its requests end, too.
+        # Requests that end because the server was stopped on purpose need no warning.
         level = logging.WARNING if status >= 500 and code != "server_shutdown" else logging.INFO
         fields: Fields = {
             "request_id": self.request_id,
@@ -195,17 +205,17 @@ class RequestLog:
 
 
 def log_refused_bytes(error: ApiError) -> None:
-    """Log that a client was refused whose bytes are no request, with what it heard."""
+    """Logs the error of a client whose bytes are no HTTP request."""
     fields: Fields = dict.fromkeys(("request_id", "client_request_id", "status", "code", "method", "path"))
     log_event(logging.INFO, "refused", fields | {"status": error.status, "code": error.code}, limited=str(error.status))
 
 
 class Throughput:
-    """A line every ten seconds as long as there is work; an idle server has no timer, and writes nothing.
+    """Logs the throughput every ten seconds as long as there is work; an idle server has no timer, and logs nothing.
 
     Args:
-        stats: what the engine counts.
-        interval_s: from one line to the next.
+        stats: gives the engine's counters.
+        interval_s: seconds between two lines.
     """
 
     def __init__(self, stats: Callable[[], Stats], interval_s: float = INTERVAL_S) -> None:
@@ -214,12 +224,12 @@ class Throughput:
         self._timer: TimerHandle | None = None
 
     def begin(self) -> None:
-        """There is work. To be called in the event loop."""
+        """Starts the timer, if it does not run. To be called in the event loop when there is work."""
         if self._timer is None and logger.isEnabledFor(logging.INFO):
             self._wait(self._stats())
 
     def end(self) -> None:
-        """There is no engine any more."""
+        """Stops the timer, since the engine is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -250,14 +260,15 @@ class Throughput:
 
 @contextmanager
 def log_to(fd: int, level: str, form: str) -> Iterator[Callable[[str], None]]:
-    """Write what is logged, by anybody in this process, to a file descriptor.
+    """Writes all log records of this process to a file descriptor.
 
     Args:
-        level: of LEVELS; lines below it are left out.
-        form: of FORMATS.
+        fd: the file descriptor.
+        level: one of LEVELS; lines below it are left out.
+        form: one of FORMATS.
 
     Yields:
-        A function that writes a line whatever the level is: where the server is.
+        A function that writes a line at any level, for the server's address.
     """
     root, ours = logging.getLogger(), logging.getLogger("enginewright")
     before, handler = ours.level, LineHandler(fd, as_json if form == "json" else as_text)
@@ -277,22 +288,25 @@ class Line:
     """A line of the log, before it is formatted."""
 
     at: float  # seconds since 1970
-    level: str  # a name of LEVELS
-    event: str  # "log" is a message
-    fields: Fields  # "message" is a text for people, "traceback" has several lines
-    is_announced: bool = False  # for who started the server: a text has nothing but its message
+    level: str  # name of the level, one of LEVELS
+    event: str  # name of the event; "log" is a message
+    fields: Fields  # values by name; "message" is a text for people, "traceback" has several lines
+    is_announced: bool = False  # True for the person who started the server: a text line then has only its message
 
     @property
     def ts(self) -> str:
+        """Time of the line in UTC, ISO 8601 with milliseconds."""
         return datetime.fromtimestamp(self.at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def as_json(line: Line) -> str:
+    """Formats a line as JSON."""
     fields = {"ts": line.ts, "level": line.level, "event": line.event, **line.fields}
     return printable_json(msgspec.json.encode(fields).decode())
 
 
 def as_text(line: Line) -> str:
+    """Formats a line as text."""
     fields = dict(line.fields)
     message, traceback = fields.pop("message", None), fields.pop("traceback", None)
     if line.is_announced:
@@ -304,7 +318,7 @@ def as_text(line: Line) -> str:
 
 
 def _message(record: logging.LogRecord) -> Fields:
-    """Fields of a record that is no event. Names in it are escaped, and have no line of their own."""
+    """Fields of a record that is no event. Names in it are escaped, so that they cannot start a line."""
     args = record.args
     if isinstance(args, tuple):
         args = tuple(printable(str(one)) if isinstance(one, str | Path) else one for one in args)
@@ -316,7 +330,7 @@ def _message(record: logging.LogRecord) -> Fields:
 
 
 def _shown(value: Any) -> str:
-    """A value that cannot be taken for anything else, whatever a client put into it."""
+    """A value in a form that no client can use to imitate other fields."""
     if isinstance(value, str):
         return value if PLAIN.fullmatch(value) else json.dumps(value)
     if isinstance(value, dict):
@@ -325,41 +339,45 @@ def _shown(value: Any) -> str:
 
 
 class WriterSignal(Enum):
-    """What the thread that writes takes from its queue beside lines."""
+    """Messages to the writing thread, in its queue of lines."""
 
-    WINDOW = auto()  # there is something to say when the window ends
-    END = auto()
+    WINDOW = auto()  # lines were suppressed, which is reported when the window ends
+    END = auto()  # write what is left, and stop
 
 
 class LineHandler(logging.Handler):
     """Formats and writes records in a thread of its own.
 
-    Whoever logs never waits for who reads: neither the event loop, nor the engine's thread. Lines that are alike
-    (refusals, warnings from one place in the code) are written MAX_LIKE_LINES times in a window, and then counted.
+    Threads that log never wait for the reader of the log: neither the event loop, nor the engine's thread. Similar
+    lines (refusals, warnings from one place in the code) are written MAX_LIKE_LINES times in a window, and then
+    counted.
 
     Args:
-        fd: where lines go; it stays open.
+        fd: the file descriptor to write to; it stays open.
+        form: formats a line.
+        window_s: seconds of a window.
     """
 
     def __init__(self, fd: int, form: Callable[[Line], str], window_s: float = WINDOW_S) -> None:
         super().__init__()
         self._fd, self._form, self._window_s = fd, form, window_s
         self._lines: SimpleQueue[Line | WriterSignal] = SimpleQueue()
-        self._mutex = threading.RLock()  # around what follows
+        self._mutex = threading.RLock()  # guards the attributes below
         self._num_lost = 0
         self._window_end = 0.0  # by time.monotonic
-        self._seen: Counter[str] = Counter()  # kind → lines in this window
-        self._held: Counter[tuple[str, str]] = Counter()  # (kind, what is counted) → those that were not written
+        self._seen: Counter[str] = Counter()  # number of lines in this window, by kind
+        self._suppressed: Counter[tuple[str, str]] = Counter()  # number of suppressed lines, by (kind, what is counted)
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def announce(self, message: str) -> None:
-        """Write a message for who started the server."""
+        """Writes a message for the person who started the server."""
         with self._mutex:
             fields = {"message": printable_lines(message)}
             self._put(Line(time.time(), "info", "ready", fields, is_announced=True))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Queues a record, unless similar lines are suppressed."""
         level = record.levelname.lower()
         event: str = getattr(record, "event", "log")
         is_message = event == "log"
@@ -371,7 +389,7 @@ class LineHandler(logging.Handler):
                 self._put(Line(record.created, level, event, fields))
 
     def close(self) -> None:
-        """Write what is left, unless nobody reads it."""
+        """Writes what is left, unless nobody reads it."""
         with self._mutex:
             self._end_window()
             self._lines.put(WriterSignal.END)
@@ -385,19 +403,19 @@ class LineHandler(logging.Handler):
         self._seen[kind] += 1
         if self._seen[kind] <= MAX_LIKE_LINES:
             return True
-        if not self._held:
+        if not self._suppressed:
             self._lines.put(WriterSignal.WINDOW)
-        self._held[kind, counted] += 1
+        self._suppressed[kind, counted] += 1
         return False
 
     def _end_window(self) -> None:
-        """Say what was left out."""
-        for kind in {kind for kind, _ in self._held}:
-            counts = {counted: count for (other, counted), count in self._held.items() if other == kind}
+        """Reports the suppressed lines."""
+        for kind in {kind for kind, _ in self._suppressed}:
+            counts = {counted: count for (other, counted), count in self._suppressed.items() if other == kind}
             fields = {"what": kind, "lines": sum(counts.values()), "counts": counts}
             self._put(Line(time.time(), "warning", "suppressed", fields))
         self._seen.clear()
-        self._held.clear()
+        self._suppressed.clear()
 
     def _put(self, line: Line) -> None:
         if self._lines.qsize() >= MAX_QUEUED_LINES:
@@ -415,9 +433,9 @@ class LineHandler(logging.Handler):
                 self._write(f"{self._form(line)}\n".encode())
             with self._mutex:
                 left_s = self._window_end - time.monotonic()
-                if self._held and left_s <= 0:
+                if self._suppressed and left_s <= 0:
                     self._end_window()
-                timeout = left_s if self._held else None
+                timeout = left_s if self._suppressed else None
             try:
                 line = self._lines.get(timeout=timeout)
             except Empty:
@@ -427,6 +445,6 @@ class LineHandler(logging.Handler):
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except OSError:  # who read it is gone, or the disk is full: the server goes on
+        except OSError:  # the reader is gone, or the disk is full: the server goes on
             with self._mutex:
                 self._num_lost += 1

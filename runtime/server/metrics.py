@@ -1,6 +1,6 @@
-"""GET /metrics: vLLM's names, with the prefix enginewright_ in place of vllm:, so that its dashboards fit.
+"""GET /metrics: vLLM's names with the prefix enginewright_ instead of vllm:, so that its dashboards are easily adapted.
 
-Everything belongs to the thread of the event loop; what the engine counts is read when somebody looks.
+Everything belongs to the thread of the event loop; the engine's counters are read when a scraper asks.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ from enginewright.runtime.speculation.stats import SpeculationStats
 PREFIX = "enginewright_"
 VLLM_PREFIX = "vllm:"
 VLLM_ENGINE = {"engine": "0"}  # the label of vLLM's data-parallel rank, which its dashboards group by
-# Ours that vLLM has, too, with the same meaning and labels; prometheus_client adds _total and the like.
+# Metrics that vLLM has, too, with the same meaning and labels; prometheus_client adds _total and the like.
 VLLM_NAMES = frozenset(
     (
         "num_requests_running",
@@ -68,7 +68,7 @@ WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 12
 
 
 class Histogram:
-    """A histogram that belongs to one thread; prometheus_client's takes a lock for each number.
+    """A histogram for a single thread; prometheus_client's takes a lock for each observation.
 
     Args:
         bounds: upper bounds of the buckets, in ascending order.
@@ -80,19 +80,21 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Counts a value, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Counts up to each bound, and the sum of all values."""
+        """Cumulative counts by bound, and the sum of all values."""
         return cumulative(self._bounds, self._counts), self._sum
 
 
 def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """The buckets of a histogram, whose counts include those of the buckets before.
+    """Buckets of a histogram with cumulative counts.
 
     Args:
-        counts: of the values up to each bound from the one before, and of those above the last.
+        bounds: upper bounds of the buckets, in ascending order.
+        counts: counts of each bucket alone, and of the values above the last bound.
     """
     total, buckets = 0, []
     for bound, count in zip((*bounds, inf), counts, strict=True):
@@ -101,14 +103,18 @@ def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str
     return buckets
 
 
-def token_bounds(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, … up to a number of tokens."""
-    powers = [10**exponent for exponent in range(len(str(most)))]
-    return [factor * power for power in powers for factor in (1, 2, 5) if factor * power <= most]
+def token_bounds(max_tokens: int) -> list[int]:
+    """Bucket bounds 1, 2, 5, 10, 20, 50, … for numbers of tokens.
+
+    Args:
+        max_tokens: the largest number of tokens.
+    """
+    powers = [10**exponent for exponent in range(len(str(max_tokens)))]
+    return [factor * power for power in powers for factor in (1, 2, 5) if factor * power <= max_tokens]
 
 
 def rejections(counts: Mapping[int, int], model: str) -> Metric:
-    """Requests that got an error, by status."""
+    """Counter of requests that got an error, by HTTP status."""
     family = CounterMetricFamily(
         PREFIX + "request_rejected", "Requests that got an error.", labels=["model_name", "status"]
     )
@@ -118,9 +124,9 @@ def rejections(counts: Mapping[int, int], model: str) -> Metric:
 
 
 def as_vllm(family: Metric) -> Metric | None:
-    """The same metric under vLLM's name and with its labels; None: vLLM has no such metric.
+    """The metric under vLLM's name and with its labels; None if vLLM has no such metric.
 
-    Source: vllm/v1/metrics/loggers.py. `lora_requests_info` is left out, as it is there where no adapters are served.
+    Source: vllm/v1/metrics/loggers.py. `lora_requests_info` is left out, as vLLM does without adapters.
     """
     name = family.name.removeprefix(PREFIX)
     if name not in VLLM_NAMES:
@@ -133,63 +139,66 @@ def as_vllm(family: Metric) -> Metric | None:
 
 
 class Metrics:
-    """Counters and histograms of requests to an engine and their completions.
+    """Counters and histograms of an engine's requests and their completions.
 
     Args:
-        stats: what the engine counts.
-        model: the label model_name.
-        content_hash: of the engine.
-        max_model_len: in tokens.
+        stats: gives the engine's counters.
+        model: the value of the label model_name.
+        content_hash: the hash of the engine's content.
+        max_model_len: the maximum number of tokens of a sequence.
     """
 
     def __init__(self, stats: Callable[[], Stats], model: str, content_hash: str, max_model_len: int) -> None:
         self._stats, self._model, self._content_hash = stats, model, content_hash
-        self.cache: KvBlocks | None = None  # of the last time that the engine was opened
-        self.opening = Histogram(FIRST_TOKEN_S)  # once there is memory for the engine
+        self.cache: KvBlocks | None = None  # KV blocks since the engine was last opened
+        self.opening = Histogram(FIRST_TOKEN_S)  # seconds, from when there is memory for the engine
         self.first_token = Histogram(FIRST_TOKEN_S)
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
-        self.whole = Histogram(WHOLE_S)
+        self.e2e = Histogram(WHOLE_S)
         self._queue, self._prefill = Histogram(FIRST_TOKEN_S), Histogram(FIRST_TOKEN_S)
         self._decode, self._inference = Histogram(WHOLE_S), Histogram(WHOLE_S)
         self._per_output_token = Histogram(BETWEEN_TOKENS_S)
         bounds = token_bounds(max_model_len)
         self._prompt_tokens, self._generation_tokens = Histogram(bounds), Histogram(bounds)
-        self._most_generation_tokens, self._max_tokens = Histogram(bounds), Histogram(bounds)
+        self._max_generation_tokens, self._max_tokens = Histogram(bounds), Histogram(bounds)
         self._n = Histogram(N_CHOICES)
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.rejected: Counter[int] = Counter()
 
     def request_done(self, request: Request, num_tokens: Sequence[int]) -> None:
-        """Count a prompt all of whose completions have ended well.
+        """Counts a prompt whose completions have all ended without an error.
 
         Args:
-            num_tokens: of each completion.
+            request: the prompt's request.
+            num_tokens: the number of tokens of each completion.
         """
-        times, most = request.metrics, max(num_tokens)
+        times, max_tokens = request.metrics, max(num_tokens)
         assert request.total_s is not None
         self._queue.observe(times.queue_s)
         self._prefill.observe(times.prefill_s)
         self._decode.observe(times.decode_s)
         self._inference.observe(times.total_s - times.queue_s)
-        if most > 1:  # the completions of a prompt are written side by side: the longest one has the pace of all
-            self._per_output_token.observe(times.decode_s / (most - 1))
+        if max_tokens > 1:  # completions of a prompt are generated in parallel, so the longest one determines the pace
+            self._per_output_token.observe(times.decode_s / (max_tokens - 1))
         self._prompt_tokens.observe(request.num_prompt_tokens)
         for count in num_tokens:
             self._generation_tokens.observe(count)
-        self._most_generation_tokens.observe(most)
+        self._max_generation_tokens.observe(max_tokens)
         self._n.observe(len(num_tokens))
         if request.params.max_tokens is not None:
             self._max_tokens.observe(request.params.max_tokens)
 
     def collect(self, *, is_open: bool) -> Iterator[Metric]:
-        """All of them.
+        """All metrics of the engine.
 
         Args:
-            is_open: whether the engine is.
+            is_open: whether the engine is open.
         """
         stats = self._stats()
         yield self._gauge("engine_open", "Whether the engine is open: 1, or 0.", is_open)
-        yield self._histogram("engine_opening_seconds", "To open it, once there is memory for it.", self.opening)
+        yield self._histogram(
+            "engine_opening_seconds", "Time to open the engine, once there is memory for it.", self.opening
+        )
         yield self._gauge("num_requests_running", "Completions in the engine's batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Completions that wait for a place in it.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", stats.kv_usage)
@@ -205,8 +214,8 @@ class Metrics:
             yield self._counter("kv_cache_disk_failures", "Files that could not be used.", disk.num_failures)
         grammars = stats.grammars
         yield self._gauge("grammars", "Compiled grammars that are kept.", grammars.num_grammars)
-        yield self._gauge("grammar_memory_bytes", "Memory that they take.", grammars.num_bytes)
-        yield self._counter("grammar_evictions", "Grammars that went for others.", grammars.num_evictions)
+        yield self._gauge("grammar_memory_bytes", "Memory of the compiled grammars.", grammars.num_bytes)
+        yield self._counter("grammar_evictions", "Grammars that were evicted for others.", grammars.num_evictions)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         finished = CounterMetricFamily(
@@ -218,7 +227,7 @@ class Metrics:
         yield rejections(self.rejected, self._model)
         yield self._histogram("time_to_first_token_seconds", "Until the first token of a completion.", self.first_token)
         yield self._histogram("inter_token_latency_seconds", "From one token to the next.", self.between_tokens)
-        yield self._histogram("e2e_request_latency_seconds", "Until the end of a completion.", self.whole)
+        yield self._histogram("e2e_request_latency_seconds", "Until the end of a completion.", self.e2e)
         yield self._histogram("request_queue_time_seconds", "Before a prompt is begun.", self._queue)
         yield self._histogram("request_prefill_time_seconds", "From there to the first token.", self._prefill)
         yield self._histogram("request_decode_time_seconds", "From there to the last token.", self._decode)
@@ -231,7 +240,7 @@ class Metrics:
         yield self._histogram(
             "request_max_num_generation_tokens",
             "Tokens of a prompt's longest completion.",
-            self._most_generation_tokens,
+            self._max_generation_tokens,
         )
         yield self._histogram("request_params_max_tokens", "max_tokens, where there is one.", self._max_tokens)
         yield self._histogram("request_params_n", "Completions of a prompt.", self._n)
@@ -247,20 +256,22 @@ class Metrics:
             cache.add_metric([self._model, str(self.cache.block_size), str(self.cache.count)], 1)
             yield cache
         build = GaugeMetricFamily(
-            PREFIX + "build_info", "What serves; 1.", labels=["model_name", "version", "content_hash"]
+            PREFIX + "build_info", "Version and engine; 1.", labels=["model_name", "version", "content_hash"]
         )
         build.add_metric([self._model, __version__, self._content_hash], 1)
         yield build
 
     def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
-        guessed, accepted = sum(stats.guessed), sum(stats.accepted)
-        yield self._counter("spec_decode_num_drafts", "Completions, step by step, with guesses.", stats.num_drafts)
-        yield self._counter("spec_decode_num_draft_tokens", "Tokens that were guessed.", guessed)
-        yield self._counter("spec_decode_num_accepted_tokens", "Guesses that were right.", accepted)
+        num_draft, num_accepted = sum(stats.guessed), sum(stats.accepted)
+        yield self._counter(
+            "spec_decode_num_drafts", "Completions with draft tokens, counted in each step.", stats.num_drafts
+        )
+        yield self._counter("spec_decode_num_draft_tokens", "Draft tokens.", num_draft)
+        yield self._counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", num_accepted)
         for name, counts in ("draft", stats.guessed), ("accepted", stats.accepted):
             family = CounterMetricFamily(
                 f"{PREFIX}spec_decode_num_{name}_tokens_per_pos",
-                "The same, by the place among the guesses of a completion.",
+                "The same, by the position among the draft tokens of a completion.",
                 labels=["model_name", "position"],
             )
             for position, count in enumerate(counts):
@@ -288,9 +299,9 @@ class MetricsPage(Collector):
     """The text of all metrics.
 
     Args:
-        engines: the metrics of each engine that has some, and whether it is open.
-        rejected: requests that got an error and named no engine, by status.
-        vllm_names: whether those that vLLM has, too, are there a second time, under its names.
+        engines: gives the metrics of each engine that has some, and True if it is open.
+        rejected: the number of requests that got an error and named no engine, by HTTP status.
+        vllm_names: whether to repeat metrics that vLLM has, too, under its names.
     """
 
     def __init__(
@@ -306,16 +317,19 @@ class MetricsPage(Collector):
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The text, and its content type.
+        """Renders the metrics.
 
         Args:
-            accept: the header in which a scraper says what it reads.
+            accept: the Accept header of the scraper.
+
+        Returns:
+            The text, and its content type.
         """
         encoder, content_type = choose_encoder(accept)
         return encoder(self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """A family once, with the samples of all engines."""
+        """Each metric family once, with the samples of all engines."""
         families: dict[str, Metric] = {}
         found = [family for metrics, is_open in self._engines() for family in metrics.collect(is_open=is_open)]
         if self._rejected:
@@ -330,5 +344,5 @@ class MetricsPage(Collector):
             yield from filter(None, map(as_vllm, families.values()))
 
     def describe(self) -> list[Metric]:
-        """Nothing: prometheus_client would otherwise collect once to learn the names."""
+        """An empty list; otherwise prometheus_client would collect once to learn the names."""
         return []

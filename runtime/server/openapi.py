@@ -1,4 +1,4 @@
-"""GET /openapi.json: the routes in OpenAPI's form, made from the structs that bodies are read into."""
+"""GET /openapi.json: describes the routes in OpenAPI's format, from the structs that bodies are read into."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,17 +19,17 @@ Schema = dict[str, Any]
 REFS = "#/components/schemas/{name}"
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 OPEN_METRICS = "application/openmetrics-text"
-# What any request may get: for its Host header, its key, or its address.
+# Errors that any request may get: for its Host header, its key, or its path.
 COMMON_ERRORS = (400, 401, 403)
 BODY_ERRORS = (404, 408, 413, 415, 429, 500, 503, 504)
 REASONS = {
     400: "The request is wrong: param says where.",
-    401: "The key is none of the server's.",
-    403: "The Host header names none of the server's names.",
+    401: "The API key is unknown.",
+    403: "The Host header is none of the server's names.",
     404: "There is no such thing.",
-    408: "The body took too long to come.",
+    408: "The body was not received in time.",
     413: "The body is too long.",
-    415: "The body is not JSON, or in an encoding that is not read.",
+    415: "The body is not JSON, or its encoding is not supported.",
     429: "The server is busy: Retry-After says when to come back.",
     500: "The server, or the engine, has failed.",
     503: "The engine cannot be used now.",
@@ -69,14 +69,14 @@ ANTHROPIC_ERROR: Schema = {
 class Operation(NamedTuple):
     """A method of a route."""
 
-    path: str
-    summary: str
-    answer: Sequence[str]  # keys that are always there
-    body: type[msgspec.Struct] | None = None  # None: it is a GET
-    streams: bool = False
-    method: str = "post"
-    query: Mapping[str, Schema] = {}
-    errors: Sequence[int] = ()  # beside those that all such operations may give
+    path: str  # path of the route
+    summary: str  # description for people
+    answer: Sequence[str]  # keys that a response always has
+    body: type[msgspec.Struct] | None = None  # struct of the request's body; None for a GET
+    streams: bool = False  # True if the response may be a stream of events
+    method: str = "post"  # HTTP method in lower case
+    query: Mapping[str, Schema] = {}  # schemas of the query's parameters, by name
+    errors: Sequence[int] = ()  # HTTP statuses besides those that all such operations may give
 
 
 CHAT_KEYS = ("id", "object", "created", "model", "choices", "usage")
@@ -116,13 +116,13 @@ METRICS: Schema = {
 
 
 def document() -> Schema:
-    """The whole of it."""
+    """The complete OpenAPI document."""
     bodies = {operation.body: None for operation in OPERATIONS if operation.body is not None}
-    messages = {ChatBody: chat.Message, MessagesBody: anthropic_body.Message}  # the bodies leave them to be read later
+    messages = {ChatBody: chat.Message, MessagesBody: anthropic_body.Message}  # bodies keep them undecoded at first
     items, schemas = msgspec.json.schema_components([*messages.values(), *bodies], ref_template=REFS)
     for body, item in zip(messages, items, strict=False):
         schemas[body.__name__]["properties"]["messages"]["items"] = item
-    for kind, same in ((MessagesBody, anthropic_body.SAME), (ResponsesBody, responses_body.SAME)):
+    for kind, same in ((MessagesBody, anthropic_body.SHARED_KEYS), (ResponsesBody, responses_body.SHARED_KEYS)):
         of_chat = schemas["ChatBody"]["properties"]
         schemas[kind.__name__]["properties"] |= {name: of_chat[name] for name in same}
     schemas |= {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}
@@ -165,7 +165,7 @@ def _operation(operation: Operation) -> Schema:
 
 
 def _errors(path: str, statuses: Sequence[int]) -> Schema:
-    if path == "/health":  # it says why in a form of its own, and is asked without a key
+    if path == "/health":  # its errors have a format of their own, and it needs no key
         return {
             str(status): {"description": REASONS[status], "content": {JSON: {"schema": {"type": "object"}}}}
             for status in statuses

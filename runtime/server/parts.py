@@ -1,4 +1,4 @@
-"""Responses whose answer is a list of parts in the order in which they came: reasoning, texts and calls."""
+"""Base class of responses whose answer is a list of parts in their order: reasoning, texts and calls."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -18,21 +18,23 @@ from enginewright.runtime.text.tokenizer import Tokenizer
 class Part:
     """A part of an answer while it is generated."""
 
-    index: int
-    kind: type[Piece]
-    name: str = ""  # of the tool, for a call
-    id: str = field(default_factory=lambda: token_hex(12))
-    call_id: str = field(default_factory=new_call_id)
-    texts: list[str] = field(default_factory=list)  # for a call its arguments, as JSON
-    tokens: list[Sequence[SampledToken]] = field(default_factory=list)  # of each of its texts, if they were asked for
+    index: int  # number of the part in the answer
+    kind: type[Piece]  # class of its pieces: Text, Reasoning or Call
+    name: str = ""  # name of the tool, for a call
+    id: str = field(default_factory=lambda: token_hex(12))  # random id of the part
+    call_id: str = field(default_factory=new_call_id)  # id of the call
+    texts: list[str] = field(default_factory=list)  # texts in their order; for a call its arguments as JSON
+    # tokens of each text, if log-probabilities are included
+    tokens: list[Sequence[SampledToken]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
+        """Complete text so far."""
         return "".join(self.texts)
 
 
 class PartsForm(Form):
-    """The response to one prompt with one answer; a form is good for one response."""
+    """The response to one prompt with one answer; an instance writes one response."""
 
     def __init__(self, id: str, model: str, fingerprint: str, tokenizer: Tokenizer, include: Include) -> None:
         super().__init__(id, model, fingerprint, tokenizer, include)
@@ -40,6 +42,7 @@ class PartsForm(Form):
         self._aligner = TokenAligner() if include.logprobs else None
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """Events for a delta."""
         events = []
         for piece in choice.push(delta, self._aligner):
             if isinstance(piece, Reasoning) and not self.include.reasoning:
@@ -53,11 +56,13 @@ class PartsForm(Form):
         return b"".join(events)
 
     def closing(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """Events at the end of a stream."""
         (choice,) = choices
         ends = [self._end(one, is_cut=choice.finish_reason == "length") for one in self._parts[-1:]]
         return b"".join((*ends, self._closing(choice, usage)))
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The response in one piece."""
         (choice,) = choices
         for delta in choice.deltas:
             for piece in choice.push(delta, self._aligner):
@@ -66,7 +71,7 @@ class PartsForm(Form):
         return self._body(choice, usage)
 
     def _add(self, piece: Piece) -> Part:
-        """The part that a piece belongs to, with its text in it. Neighbours of a kind are one, but for calls."""
+        """Adds a piece, and returns its part. Neighbours of one kind are one part, except for calls."""
         if isinstance(piece, Call):
             self._parts.append(Part(len(self._parts), Call, piece.name))
         elif not isinstance(piece, Arguments) and (not self._parts or self._parts[-1].kind is not type(piece)):
@@ -78,24 +83,25 @@ class PartsForm(Form):
 
     @abstractmethod
     def _begin(self, part: Part) -> bytes:
-        """The events before a part's first text."""
+        """Events before a part's first text."""
 
     @abstractmethod
     def _growth(self, part: Part) -> bytes:
-        """The event of the last of a part's texts."""
+        """The event for a part's last text."""
 
     @abstractmethod
     def _end(self, part: Part, *, is_cut: bool) -> bytes:
-        """The events behind a part's last text.
+        """Events after a part's last text.
 
         Args:
-            is_cut: whether the part would have gone on, had there been more tokens.
+            part: the part.
+            is_cut: whether the part was cut off at the maximum number of tokens.
         """
 
     @abstractmethod
     def _closing(self, choice: Choice, usage: Usage) -> bytes:
-        """The events at the end of a stream, behind those of the last part."""
+        """Events at the end of a stream, after those of the last part."""
 
     @abstractmethod
     def _body(self, choice: Choice, usage: Usage) -> bytes:
-        """All of the response, once all parts are added."""
+        """The response in one piece, once all parts are added."""

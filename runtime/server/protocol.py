@@ -1,7 +1,7 @@
-"""Bodies of requests: read into typed structs, and refused by the name of the key that is wrong.
+"""Reads the bodies of requests into typed structs; errors name the key that is wrong.
 
-A body is decoded once, whole, before anything looks at it. Which keys are used, taken or refused is in keys.py; UNREAD
-has those that are known in all APIs, and that nothing reads.
+A body is decoded once and completely. keys.py sorts its keys into used, ignored and refused ones; UNREAD has those that
+are known in all APIs, and not used in any.
 """
 
 import re
@@ -19,23 +19,23 @@ from enginewright.runtime.sampling.sampling import MAX_BIASED_TOKENS, MAX_STOPS
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Include
-from enginewright.runtime.server.keys import Known, Unread, UnusedKeys, not_implemented, refused, taken, used_keys
+from enginewright.runtime.server.keys import Known, Unread, UnusedKeys, ignored, not_implemented, refused, used_keys
 from enginewright.runtime.text.messages.formats import Parser
 from enginewright.runtime.text.tokenizer import Tokenizer
 
-COMPLETION_TOKENS = 16  # of a completion that names no max_tokens, as in OpenAI's API
+COMPLETION_TOKENS = 16  # default of max_tokens in text completions, as in OpenAI's API
 MAX_KEY_CHARS = 64
-MAX_CONTAINERS = 100_000  # lists and objects of a body: each takes a hundred times as long to read as a character
+MAX_CONTAINERS = 100_000  # lists and objects in a body: reading one takes a hundred times as long as a character
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 
-_ALWAYS = "an answer always comes so"
+_ALWAYS = "answers always have the default form"
 _SAMPLERS = "there is no such sampler"
-_STRUCTURES = "structured_outputs and response_format say what an answer has to be"
-_TEXT_ALONE = "prompts and answers are text"
+_STRUCTURES = "structured_outputs and response_format define the structure of an answer"
+_TEXT_ONLY = "prompts and answers are text"
 
-# Keys of OpenAI's, Anthropic's, vLLM's, SGLang's and llama.cpp's requests that nothing reads, in any API.
+# Keys of OpenAI's, Anthropic's, vLLM's, SGLang's and llama.cpp's requests that no API here uses.
 UNREAD: Mapping[str, Unread] = {
-    **taken(
+    **ignored(
         "it names the client, its user or its request",
         "client_metadata",
         "metadata",
@@ -45,7 +45,7 @@ UNREAD: Mapping[str, Unread] = {
         "user_profile_id",
         "workspace_id",
     ),
-    **taken(
+    **ignored(
         "it is about a provider's own machines, prices and caches",
         "access_programs",
         "cache_control",
@@ -58,9 +58,9 @@ UNREAD: Mapping[str, Unread] = {
         "speed",
         "store",
     ),
-    **taken("it lets a server show the model less of a conversation, which is shown whole", "context_management"),
-    **taken("it lets a server answer faster, and changes no answer", "prediction"),
-    **taken("it asks for shorter or longer answers, and no chat template has a variable for that", "verbosity"),
+    **ignored("it lets a server shorten a conversation, which is always shown completely", "context_management"),
+    **ignored("it lets a server answer faster, and changes no answer", "prediction"),
+    **ignored("it asks for shorter or longer answers, and no chat template has a variable for that", "verbosity"),
     **refused(_ALWAYS, "add_generation_prompt", "separate_reasoning", "stream_reasoning", harmless=(True,)),
     **refused(_ALWAYS, "detokenize", "spaces_between_special_tokens", harmless=(True,)),
     **refused(_ALWAYS, "no_stop_trim", "return_hidden_states", "continue_final_message", harmless=(False,)),
@@ -68,18 +68,18 @@ UNREAD: Mapping[str, Unread] = {
     **refused("the model's chat template comes with the engine", "chat_template"),
     **refused("there is no chat template in this API", "chat_template_kwargs", harmless=({},)),
     **refused("the tokenizer's own are added", "add_special_tokens"),
-    **refused("conversations have messages alone", "documents", harmless=([],)),
-    **refused("it is not shown what comes after the prompt", "suffix", harmless=("",)),
-    **refused(_TEXT_ALONE, "audio", "media_io_kwargs", "mm_processor_kwargs", "prompt_embeds"),
-    **refused(_TEXT_ALONE, "image", "image_data", "images", "audio_data", "video_data", harmless=([],)),
-    **refused(_TEXT_ALONE, "modalities", harmless=(["text"],)),
-    **refused("a prompt is read whole", "truncate_prompt_tokens", "truncate", "transforms", harmless=([], False)),
-    **refused("tools and tool_choice have its place", "function_call", harmless=("none", "auto")),
-    **refused("tools has its place", "functions", harmless=([],), off_by=("function_call", "none")),
+    **refused("conversations have only messages", "documents", harmless=([],)),
+    **refused("the model cannot see text after the prompt", "suffix", harmless=("",)),
+    **refused(_TEXT_ONLY, "audio", "media_io_kwargs", "mm_processor_kwargs", "prompt_embeds"),
+    **refused(_TEXT_ONLY, "image", "image_data", "images", "audio_data", "video_data", harmless=([],)),
+    **refused(_TEXT_ONLY, "modalities", harmless=(["text"],)),
+    **refused("a prompt is never shortened", "truncate_prompt_tokens", "truncate", "transforms", harmless=([], False)),
+    **refused("tools and tool_choice replace it", "function_call", harmless=("none", "auto")),
+    **refused("tools replaces it", "functions", harmless=([],), off_by=("function_call", "none")),
     **refused("this API has no tools", "tools", harmless=([],), off_by=("tool_choice", "none")),
     **refused("this API has no tools", "tool_choice", harmless=("none", "auto")),
     **refused("this API has no reasoning", "reasoning_effort", harmless=("none",)),
-    **refused("this server looks nothing up", "web_search_options"),
+    **refused("this server searches nothing", "web_search_options"),
     **refused("this server judges no texts", "moderation", "guardrails"),
     **refused("no code comes from a request", "custom_logit_processor", "logits_processors", harmless=([], "")),
     **refused("no adapters are served", "lora", "lora_path", "lora_request", harmless=([], "")),
@@ -88,7 +88,7 @@ UNREAD: Mapping[str, Unread] = {
     **refused("logit_bias or stop can do it", "bad_words", harmless=([],)),
     **refused(_STRUCTURES, "ebnf", "grammar", "json_schema", "regex", "structural_tag", "guided_whitespace_pattern"),
     **refused(_SAMPLERS, "mirostat", harmless=(0,)),
-    **taken("it is for a sampler that is refused", "mirostat_eta", "mirostat_tau"),
+    **ignored("it is for a sampler that is refused", "mirostat_eta", "mirostat_tau"),
     **refused(_SAMPLERS, "dynatemp_exponent", "encoder_repetition_penalty", "tfs_z", "typical_p", harmless=(1,)),
     **refused(_SAMPLERS, "dry_multiplier", "dynatemp_range", "no_repeat_ngram_size", "top_a", harmless=(0,)),
     **refused(_SAMPLERS, "epsilon_cutoff", "eta_cutoff", "smoothing_factor", "xtc_probability", harmless=(0,)),
@@ -103,29 +103,29 @@ UNREAD: Mapping[str, Unread] = {
         "n_predict",
         "num_predict",
     ),
-    **refused("truncate_prompt_tokens has its place", "max_chunks_per_doc", "max_tokens_per_doc"),
-    **refused("prompt_name says which of the model's prompts texts begin with", "input_type", "instruction"),
+    **refused("truncate_prompt_tokens replaces it", "max_chunks_per_doc", "max_tokens_per_doc"),
+    **refused("prompt_name chooses the model's prompt before the texts", "input_type", "instruction"),
     **refused("min_tokens is its name here", "min_new_tokens", harmless=(0,)),
     **refused("chat_template_kwargs switches reasoning on and off", "enable_thinking", "thinking", "reasoning"),
     **refused("a model thinks as long as it likes", "reasoning_budget", "thinking_budget", "thinking_token_budget"),
 }
 
-# Of a tool, in any API.
+# Keys of a tool that no API here uses.
 TOOL_UNREAD: Mapping[str, Unread] = {
-    **taken("it is for a cache of Anthropic's", "cache_control"),
-    **taken("all tools are shown at once", "defer_loading"),
-    **taken("arguments come as the model writes them", "eager_input_streaming"),
-    **taken("chat templates show a tool's name, description and parameters alone", "input_examples", "output_schema"),
+    **ignored("it is for a cache of Anthropic's", "cache_control"),
+    **ignored("all tools are shown at once", "defer_loading"),
+    **ignored("arguments are sent as the model writes them", "eager_input_streaming"),
+    **ignored("chat templates show only a tool's name, description and parameters", "input_examples", "output_schema"),
     **refused("the model is the only caller", "allowed_callers", harmless=([], ["direct"])),
 }
 
-# Where a key has its schema, besides response_format.json_schema.
+# Paths of the schemas in keys, besides response_format.json_schema.
 _SCHEMA_PATHS = {"response_format": "response_format.schema", "structured_outputs": "structured_outputs.json"}
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
-CANDIDATES = ("best_of", "early_stopping", "length_penalty", "use_beam_search")  # answers beside those that are given
+CANDIDATES = ("best_of", "early_stopping", "length_penalty", "use_beam_search")
 SAMPLING = (
     *CANDIDATES,
     "allowed_token_ids",
@@ -161,34 +161,39 @@ EXTRAS = (
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None  # in an event of its own, at the end
-    include_obfuscation: bool | None = None  # padding of OpenAI's, against who can see sizes but no text
-    continuous_usage_stats: bool | None = None  # vLLM's: the usage so far, in each event
+    """Options of a stream."""
+
+    include_usage: bool | None = None  # true sends the usage in an event at the end
+    include_obfuscation: bool | None = None  # OpenAI's padding against observers of sizes; true is refused
+    continuous_usage_stats: bool | None = None  # vLLM's key; true sends the usage so far in each event
 
 
 class JsonSchema(msgspec.Struct):
-    """Of a response_format."""
+    """Schema of an answer, in response_format."""
 
-    schema: dict[str, Any]
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None  # an answer always follows its schema
+    schema: dict[str, Any]  # JSON schema
+    name: str | None = None  # name of the schema, not used
+    description: str | None = None  # description of the schema, not used
+    # true refuses schemas that cannot be enforced completely; answers always follow the schema
+    strict: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | None = None  # llama.cpp's form of a json_schema, with the type json_object
+    """Format of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]  # kind of the format
+    json_schema: JsonSchema | None = None  # schema of the type json_schema
+    schema: dict[str, Any] | None = None  # llama.cpp's form of a schema, with the type json_object
 
     def structure(self) -> dict[str, Any]:
-        """Arguments of StructuredOutputsParams; none if it asks for nothing. Raises ApiError for what cannot be."""
+        """Arguments of StructuredOutputsParams; empty for free text. Raises ApiError for contradicting keys."""
         if self.type != "json_schema" and self.json_schema is not None:
-            why = "response_format.json_schema goes with the type json_schema"
+            why = "response_format.json_schema is only for the type json_schema"
             raise ApiError(400, why, param="response_format.json_schema")
         if self.type == "json_schema" and self.json_schema is None:
             raise ApiError(400, "response_format has no json_schema", param="response_format.json_schema")
         if self.type != "json_object" and self.schema is not None:
-            why = "response_format.schema goes with the type json_object"
+            why = "response_format.schema is only for the type json_object"
             raise ApiError(400, why, param="response_format.schema")
         match self.type:
             case "json_schema" if self.json_schema is not None:
@@ -200,69 +205,73 @@ class ResponseFormat(msgspec.Struct):
 
 
 class Body(msgspec.Struct, kw_only=True, dict=True):
-    """What both kinds of request have; SAMPLING are SamplingParams' own names."""
+    """Keys of chat and text completions; SAMPLING are SamplingParams' own names."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    cache_salt: str | None = None
-    priority: int | None = None  # the lower, the more urgent
-    timeout: float | None = None  # seconds since the request's arrival, after which nobody wants its answer
-    best_of: int | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    allowed_token_ids: list[int] | None = None
-    frequency_penalty: float | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    prompt_logprobs: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    skip_special_tokens: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    response_format: ResponseFormat | None = None
+    model: str | None = None  # name of the engine
+    stream: bool | None = None  # true sends the answer as events while it is generated
+    stream_options: StreamOptions | None = None  # options of the stream
+    max_tokens: int | None = None  # maximum number of tokens of an answer
+    cache_salt: str | None = None  # prompts with different salts share no cache blocks
+    priority: int | None = None  # priority; lower values are more urgent
+    timeout: float | None = None  # seconds from the request's arrival after which it ends
+    best_of: int | None = None  # number of answers that are generated, of which the n best are returned
+    use_beam_search: bool | None = None  # true uses beam search instead of sampling
+    length_penalty: float | None = None  # exponent of the length in the score of beam search
+    early_stopping: bool | Literal["never"] | None = None  # condition under which beam search ends
+    allowed_token_ids: list[int] | None = None  # the only tokens that may be sampled
+    frequency_penalty: float | None = None  # penalty per occurrence of a token in the answer
+    ignore_eos: bool | None = None  # true goes on after the model's end-of-text tokens
+    include_stop_str_in_output: bool | None = None  # true keeps the stop text in the answer
+    logit_bias: dict[int, float] | None = None  # values added to the logits, by token id
+    min_p: float | None = None  # minimum probability of a token, relative to the likeliest one
+    min_tokens: int | None = None  # minimum number of tokens of an answer
+    n: int | None = None  # number of answers
+    presence_penalty: float | None = None  # penalty for tokens that occur in the answer
+    prompt_logprobs: int | None = None  # number of likeliest tokens at each position of the prompt
+    repetition_penalty: float | None = None  # factor on logits of tokens that occur in prompt or answer
+    seed: int | None = None  # seed that makes the answer repeatable
+    skip_special_tokens: bool | None = None  # false keeps special tokens in the text
+    stop: str | list[str] | None = None  # texts that end the answer
+    stop_token_ids: list[int] | None = None  # tokens that end the answer
+    temperature: float | None = None  # temperature of sampling; 0 is greedy
+    top_k: int | None = None  # number of likeliest tokens to sample from
+    top_p: float | None = None  # cumulative probability of the likeliest tokens to sample from
+    response_format: ResponseFormat | None = None  # format of the answer, as in OpenAI's API
     structured_outputs: dict[str, Any] | None = None  # fields of StructuredOutputsParams
-    guided_choice: list[str] | None = None  # older names of vLLM's for its fields
-    guided_grammar: str | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
+    guided_choice: list[str] | None = None  # vLLM's older name of structured_outputs.choice
+    guided_grammar: str | None = None  # vLLM's older name of structured_outputs.grammar
+    guided_json: dict[str, Any] | str | None = None  # vLLM's older name of structured_outputs.json
+    guided_regex: str | None = None  # vLLM's older name of structured_outputs.regex
 
     def sampling(self) -> dict[str, Any]:
-        """Arguments of default_params, but for max_tokens and logprobs."""
+        """Arguments of default_params, except for max_tokens and logprobs."""
         return {name: getattr(self, name) for name in SAMPLING} | {"structured_outputs": self._structure()}
 
     @property
     def structure_key(self) -> str:
-        """The key that says what the answer has to be, if one does."""
+        """The key that defines the structure of the answer, if one does."""
         return next(iter(self._structures()), "structured_outputs")
 
     def _structures(self) -> dict[str, dict[str, Any]]:
-        """Arguments of StructuredOutputsParams, by the keys that give some. Raises ApiError for what cannot be."""
-        asked = {} if self.response_format is None else {"response_format": self.response_format.structure()}
-        asked["structured_outputs"] = self.structured_outputs or {}
+        """Arguments of StructuredOutputsParams, by the keys that give some. Raises ApiError for contradictions."""
+        given = {} if self.response_format is None else {"response_format": self.response_format.structure()}
+        given["structured_outputs"] = self.structured_outputs or {}
         for kind in ("choice", "grammar", "json", "regex"):
             value = getattr(self, f"guided_{kind}")
-            asked[f"guided_{kind}"] = {} if value is None else {kind: value}
-        return {key: arguments for key, arguments in asked.items() if arguments}
+            given[f"guided_{kind}"] = {} if value is None else {kind: value}
+        return {key: arguments for key, arguments in given.items() if arguments}
 
     def _structure(self) -> StructuredOutputsParams | None:
-        """What the answer has to be. Raises ApiError where several keys say it, or one says what cannot be."""
-        return self._held_structure[0]
+        """Structure of the answer. Raises ApiError if several keys define one, or it is not valid."""
+        return self._enforced_structure[0]
 
     @cached_property
-    def _held_structure(self) -> tuple[StructuredOutputsParams | None, list[ApiError]]:
-        """The same, and what is left out of its schema. Raises ApiError, also where a strict schema cannot be held."""
+    def _enforced_structure(self) -> tuple[StructuredOutputsParams | None, list[ApiError]]:
+        """The structure of the answer, and errors for keywords of its schema that are not enforced.
+
+        Raises:
+            ApiError: as `_structure`, or a strict schema cannot be enforced.
+        """
         given = self._structures()
         if len(given) > 1:
             first, second, *_ = given
@@ -278,51 +287,53 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
             if form is not None and form.json_schema is not None:
                 where = f"{key}.json_schema.schema"
             is_strict = form is not None and form.json_schema is not None and bool(form.json_schema.strict)
-            schema, left_out = held_schema(structure.json, where, is_strict=is_strict)
+            schema, left_out = enforceable_schema(structure.json, where, is_strict=is_strict)
             return replace(structure, json=schema), left_out
         return None, []
 
     def prompts(self) -> list[Prompt]:
-        """What is to be answered. Raises ApiError for what cannot be."""
+        """The prompts to complete. Raises ApiError if they are not valid."""
         raise NotImplementedError
 
     def params(self) -> dict[str, Any]:
-        """Arguments of default_params."""
+        """Arguments of default_params, without what depends on the model."""
         raise NotImplementedError
 
     def params_for(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """As `params`, with what depends on how the model writes. Raises ApiError for what it cannot do."""
+        """Arguments of default_params for a model. Raises ApiError for what this model cannot do."""
         return self.params()
 
     def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
-        """Keys that this model has no use for, and parts of a schema that no grammar holds, each as the error it is
-        where keys are strict.
+        """Keys that this model has no use for, and keywords of schemas that no grammar enforces.
+
+        Returns:
+            For each the error that it would be with strict keys.
         """
-        return self._held_structure[1]
+        return self._enforced_structure[1]
 
     def structure(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> StructuredOutputsParams | None:
-        """What an answer to a prompt has to be; None: anything. Raises ApiError for what it cannot."""
+        """Structure of an answer to a prompt; None means free text. Raises ApiError if it is not valid."""
         return self._structure()
 
     def parsers(self, tokenizer: Tokenizer, prompt: Sequence[int], count: int) -> Sequence[Parser | None]:
-        """Of `count` answers to a prompt; None where all of it is text."""
+        """Parsers of `count` answers to a prompt; None if all of an answer is text."""
         return [None] * count
 
     def include(self) -> Include:
-        """What the response has beside the text of answers.
+        """Optional parts of the response.
 
         Raises:
-            ApiError: only a stream has it, or a stream does not.
+            ApiError: a part is only possible in a stream, or only without one.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options are for streams: set stream to true as well", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs are not sent in a stream; echo sends them", param="prompt_logprobs")
         if self.stream and self.use_beam_search:
-            why = "use_beam_search cannot be streamed: which answers are the likeliest is known at the end"
+            why = "use_beam_search cannot be streamed: the likeliest answers are known only at the end"
             raise ApiError(400, why, param="use_beam_search")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            why = "best_of above n cannot be streamed: which answers are the best is known at the end"
+            why = "best_of above n cannot be streamed: the best answers are known only at the end"
             raise ApiError(400, why, param="best_of")
         options = self.stream_options or StreamOptions()
         if options.include_obfuscation:
@@ -335,14 +346,16 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
         )
 
 
-def held_schema(schema: Any, where: str, *, is_strict: bool) -> tuple[dict[str, Any], list[ApiError]]:
-    """A schema without the keywords that no answer can be held to, and errors that name those.
+def enforceable_schema(schema: Any, where: str, *, is_strict: bool) -> tuple[dict[str, Any], list[ApiError]]:
+    """A copy of a schema without keywords that cannot be enforced, and errors that name these.
 
     Args:
-        where: the schema's path in the body.
+        schema: the JSON schema.
+        where: its path in the body.
+        is_strict: whether such a keyword is an error.
 
     Raises:
-        ApiError: it is strict and has such keywords, or it is about integers that cannot be held exactly.
+        ApiError: the schema is strict and has such keywords, or its integers cannot be enforced exactly.
     """
     try:
         copy, left_out = held(schema)
@@ -355,7 +368,11 @@ def held_schema(schema: Any, where: str, *, is_strict: bool) -> tuple[dict[str, 
 
 
 def prompts_of(value: str | list[int | str | list[int]], key: str) -> list[Prompt]:
-    """A text, token ids, or several of either.
+    """Prompts from one value: a text, token ids, or several of either.
+
+    Args:
+        value: the value.
+        key: its key in the body, for errors.
 
     Raises:
         ApiError: text and token ids are mixed, or there is none.
@@ -370,16 +387,18 @@ def prompts_of(value: str | list[int | str | list[int]], key: str) -> list[Promp
 
 
 def decode(body: bytes, known: Known, vocab_size: int, unused: UnusedKeys) -> Any:
-    """A body as the struct of its table, its keys, sizes and types checked.
+    """Reads a body into the struct of its table, and checks keys, sizes and types.
 
     Args:
-        vocab_size: of the model; no list of tokens to choose from is longer.
-        unused: notes what is not used.
+        body: the body, JSON.
+        known: the table of its keys.
+        vocab_size: the size of the vocabulary, the limit of lists of tokens.
+        unused: collects the keys that are not used.
 
     Raises:
-        ApiError: 400, and which key is at fault.
+        ApiError: 400, with the key that is wrong.
     """
-    return of_keys(read_keys(body, known, unused), known.kind, vocab_size)
+    return body_of(read_keys(body, known, unused), known.kind, vocab_size)
 
 
 def read_keys(body: bytes, known: Known, unused: UnusedKeys) -> dict[str, Any]:
@@ -387,19 +406,30 @@ def read_keys(body: bytes, known: Known, unused: UnusedKeys) -> dict[str, Any]:
     return used_keys(_decode(body), known, unused)
 
 
-def of_keys(keys: dict[str, Any], kind: type[S], vocab_size: int) -> S:
-    """A body whose keys are known, its sizes and types checked; arguments as of `decode`. Raises ApiError."""
-    most = {"allowed_token_ids": vocab_size, "logit_bias": MAX_BIASED_TOKENS, "stop": MAX_STOPS}
-    for name, count in (most | {"stop_token_ids": MAX_STOPS}).items():  # before each of the entries is looked at
+def body_of(keys: dict[str, Any], kind: type[S], vocab_size: int) -> S:
+    """Converts the keys of a body to a struct, and checks sizes and types.
+
+    Args:
+        keys: the keys.
+        kind: the struct.
+        vocab_size: the size of the vocabulary, the limit of lists of tokens.
+
+    Raises:
+        ApiError: 400, with the key that is wrong.
+    """
+    limits = {"allowed_token_ids": vocab_size, "logit_bias": MAX_BIASED_TOKENS, "stop": MAX_STOPS}
+    for name, count in (limits | {"stop_token_ids": MAX_STOPS}).items():  # before the entries are checked one by one
         if isinstance(keys.get(name), list | dict) and len(keys[name]) > count:
             raise ApiError(400, f"{name} must not hold more than {count} entries", param=name)
     return convert(keys, kind)
 
 
 def convert(value: Any, kind: type[T], where: str = "") -> T:
-    """A decoded value as a struct.
+    """Converts a decoded value to a type.
 
     Args:
+        value: the value.
+        kind: the type.
         where: the value's path in the body, "messages[0]".
 
     Raises:
@@ -412,10 +442,15 @@ def convert(value: Any, kind: type[T], where: str = "") -> T:
 
 
 def read_kind(value: dict[str, Any], kinds: Mapping[str, type[S]], where: str) -> S:
-    """A struct of the kind that the value's `type` says.
+    """Converts a value to the struct that its key `type` names.
+
+    Args:
+        value: the value.
+        kinds: structs by type.
+        where: the value's path in the body.
 
     Raises:
-        ApiError: 400, there is no such kind, or it is wrong.
+        ApiError: 400, there is no such type, or the value is not valid.
     """
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in kinds:
@@ -425,8 +460,8 @@ def read_kind(value: dict[str, Any], kinds: Mapping[str, type[S]], where: str) -
 
 
 def _decode(body: bytes) -> dict[str, Any]:
-    """The whole of a body as Python objects."""
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:  # texts may be full of them
+    """Decodes a body from JSON."""
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:  # first without texts, which may contain brackets
         bare = _STRING.sub(b"", body)
         if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS:
             raise ApiError(400, f"the body holds more than {MAX_CONTAINERS} lists and objects", code="invalid_json")
@@ -445,7 +480,7 @@ _FIELD = re.compile(r"missing required field `(?P<name>.*?)`$", re.DOTALL)
 
 
 def _of_type_error(text: str, where: str) -> ApiError:
-    """msgspec says: Expected `int`, got `str` - at `$.stop[0]`."""
+    """Error for the client from msgspec's text, such as: Expected `int`, got `str` - at `$.stop[0]`."""
     found = _PLACE.match(text)
     what, path = (found["what"], found["path"] or "") if found else (text, "")
     path = ".".join(name for name in (where, path) if name)

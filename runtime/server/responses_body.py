@@ -1,4 +1,4 @@
-"""POST /v1/responses: a conversation of items, read as the chat that it stands for."""
+"""POST /v1/responses: reads a conversation of items into the chat completion request that it corresponds to."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginewright.runtime.server.chat import OF_CHATS, ChatBody, RefusalPart
-from enginewright.runtime.server.errors import ApiError, speaking_of
-from enginewright.runtime.server.keys import Kinds, UnusedKeys, known_of, not_implemented, refused, taken
+from enginewright.runtime.server.chat import UNREAD_IN_CHAT_APIS, ChatBody, RefusalPart
+from enginewright.runtime.server.errors import ApiError, error_context
+from enginewright.runtime.server.keys import Kinds, UnusedKeys, ignored, known_keys, not_implemented, refused
 from enginewright.runtime.server.protocol import (
     EXTRAS,
     TOOL_UNREAD,
+    body_of,
     convert,
-    of_keys,
     read_keys,
     read_kind,
 )
 
-SAME = ("model", "parallel_tool_calls", "stream", *EXTRAS)  # keys that mean the same in a chat
+SHARED_KEYS = ("model", "parallel_tool_calls", "stream", *EXTRAS)  # keys with the same meaning in a chat completion
 RENAMES = {
     r"logprobs\b": "top_logprobs",
     r"max_(completion_)?tokens\b": "max_output_tokens",
@@ -29,8 +29,8 @@ RENAMES = {
     r"response_format(\.json_schema)?": "text.format",
     r"tool_choice\.allowed_tools\.": "tool_choice.",
 }
-# What clients send back of items that they got, which are kept with it.
-KEPT = (
+# Keys that clients copy from items of earlier responses; they are stored with the items.
+COPIED_KEYS = (
     "annotations",
     "encrypted_content",
     "logprobs",
@@ -41,8 +41,8 @@ KEPT = (
     "prompt_cache_breakpoint",
 )
 LOGPROBS = "message.output_text.logprobs"
-# What a response may include. All but the first change nothing: reasoning is there as text, and neither hosted tools
-# nor images are.
+# Accepted values of `include`. All but the first change nothing: reasoning is always included as text, and there are
+# neither hosted tools nor images.
 INCLUDED = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -57,35 +57,45 @@ PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "
 
 
 class Item(msgspec.Struct, kw_only=True):
-    id: str | None = None
-    status: str | None = None
+    """Item of the conversation."""
+
+    id: str | None = None  # id of the item
+    status: str | None = None  # "completed" or "incomplete"
 
 
 class MessageItem(Item, kw_only=True):
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[dict[str, Any]]
+    """Message of the conversation."""
+
+    role: Literal["user", "assistant", "system", "developer"]  # author of the message
+    content: str | list[dict[str, Any]]  # text or content parts
 
 
 class CallItem(Item, kw_only=True):
-    call_id: str
-    name: str
-    arguments: str | None = None  # JSON, or what a model has written in place of it
+    """Tool call of the assistant."""
+
+    call_id: str  # id of the call
+    name: str  # name of the tool
+    arguments: str | None = None  # arguments as JSON, or the text that a model wrote instead
 
 
 class OutputItem(Item, kw_only=True):
-    """What a call has returned."""
+    """Result of a tool call."""
 
-    call_id: str
-    output: str | list[dict[str, Any]]
+    call_id: str  # id of the call
+    output: str | list[dict[str, Any]]  # text or text parts that the tool returned
 
 
 class ReasoningItem(Item, kw_only=True):
-    summary: list[dict[str, Any]] = []
-    content: list[dict[str, Any]] | None = None
+    """Reasoning of an earlier answer."""
+
+    summary: list[dict[str, Any]] = []  # parts of a summary
+    content: list[dict[str, Any]] | None = None  # parts of the complete reasoning
 
 
 class TextPart(msgspec.Struct):
-    text: str
+    """Text part of a message, a result or a reasoning."""
+
+    text: str  # text of the part
 
 
 ITEMS: Mapping[str, type[Item]] = {
@@ -97,67 +107,82 @@ ITEMS: Mapping[str, type[Item]] = {
 
 
 class FunctionTool(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None
+    """Tool that the model may call."""
+
+    name: str  # name of the tool
+    description: str | None = None  # description for the model
+    parameters: dict[str, Any] | None = None  # JSON schema of the arguments
+    strict: bool | None = None  # true if arguments always follow the schema
 
 
 class AllowedTool(msgspec.Struct):
-    type: Literal["function"]
-    name: str
+    """Tool in a list of allowed ones."""
+
+    type: Literal["function"]  # kind of the tool
+    name: str  # name of the tool
 
 
 class AllowedChoice(msgspec.Struct):
-    """tools are read where they are compared with those of the request."""
+    """List of the tools that may be called; it is checked where it is compared with the request's tools."""
 
-    type: Literal["allowed_tools"]
-    mode: str
-    tools: list[AllowedTool]
+    type: Literal["allowed_tools"]  # kind of the constraint
+    mode: str  # "auto" or "required"
+    tools: list[AllowedTool]  # tools that may be called
 
 
 class TextFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
-    schema: dict[str, Any] | None = None
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None  # an answer always follows its schema
+    """Format of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]  # kind of the format
+    schema: dict[str, Any] | None = None  # JSON schema of the answer
+    name: str | None = None  # name of the schema, not used
+    description: str | None = None  # description of the schema, not used
+    # true refuses schemas that cannot be enforced completely; answers always follow the schema
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct):
-    format: TextFormat | None = None
-    verbosity: str | None = None
+    """Settings of the answer's text."""
+
+    format: TextFormat | None = None  # format of the answer
+    verbosity: str | None = None  # length of the answer, not used
 
 
 class ReasoningConfig(msgspec.Struct):
-    effort: str | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None  # the reasoning itself comes, whole
+    """Settings of the model's reasoning."""
+
+    effort: str | None = None  # reasoning effort
+    # kind of summary, not used: the reasoning is sent completely
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class StreamOptions(msgspec.Struct):
-    include_obfuscation: bool | None = None  # padding of OpenAI's, against who can see sizes but no text
+    """Options of a stream."""
+
+    include_obfuscation: bool | None = None  # OpenAI's padding against observers of sizes; true is refused
 
 
 class ResponsesBody(msgspec.Struct):
-    """Keys that mean something else in a chat, or nothing."""
+    """Keys of the Responses API that a chat completion does not have, or that mean something else there."""
 
-    input: str | list[dict[str, Any]]
-    include: list[str] | None = None
-    instructions: str | None = None  # before the input; those of a previous response are not shown again
-    max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = None
-    previous_response_id: str | None = None
-    reasoning: ReasoningConfig | None = None
-    store: bool | None = None
-    stream_options: StreamOptions | None = None
-    text: TextConfig | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    top_logprobs: int | None = None  # with LOGPROBS in include
-    truncation: Literal["auto", "disabled"] | None = None  # a conversation that does not fit is refused all the same
+    input: str | list[dict[str, Any]]  # conversation as a text or as items
+    include: list[str] | None = None  # optional parts of the response, of INCLUDED
+    instructions: str | None = None  # system prompt; that of a previous response is not repeated
+    max_output_tokens: int | None = None  # maximum number of tokens of the answer
+    metadata: dict[str, str] | None = None  # the client's own keys, repeated in the response
+    previous_response_id: str | None = None  # id of the response whose conversation is continued
+    reasoning: ReasoningConfig | None = None  # settings of the model's reasoning
+    store: bool | None = None  # false does not keep the response
+    stream_options: StreamOptions | None = None  # options of a stream
+    text: TextConfig | None = None  # format of the answer
+    tool_choice: str | dict[str, Any] | None = None  # constraint on the tools that are called
+    tools: list[dict[str, Any]] | None = None  # tools that the model may call
+    top_logprobs: int | None = None  # number of likeliest tokens at each position, with LOGPROBS in include
+    # accepted and not used: a conversation that does not fit is always refused
+    truncation: Literal["auto", "disabled"] | None = None
 
     def items(self) -> list[dict[str, Any]]:
-        """The input, each item with its type and an id."""
+        """The items of the input, each with its type and an id."""
         given = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         items = []
         for value in given:
@@ -171,7 +196,7 @@ class ResponsesBody(msgspec.Struct):
         return items
 
     def chat(self) -> dict[str, Any]:
-        """Keys of a ChatBody, but for its messages. Raises ApiError for what cannot be."""
+        """Keys of a ChatBody, except for its messages. Raises ApiError for values that are not supported."""
         for value in self.include or ():
             if value not in INCLUDED:
                 raise not_implemented("include", f"{value[:60]!r}; there is {', '.join(INCLUDED)}")
@@ -181,7 +206,7 @@ class ResponsesBody(msgspec.Struct):
         if LOGPROBS in (self.include or ()):
             keys |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         elif self.top_logprobs:
-            why = f'top_logprobs goes with include: ["{LOGPROBS}"]'
+            why = f'top_logprobs needs include: ["{LOGPROBS}"]'
             raise ApiError(400, why, param="top_logprobs")
         if self.reasoning is not None:
             keys["reasoning_effort"] = self.reasoning.effort
@@ -195,7 +220,7 @@ class ResponsesBody(msgspec.Struct):
         if form.type != "json_schema":
             for name in ("schema", "name", "description", "strict"):
                 if getattr(form, name) is not None:
-                    why = f"text.format.{name} goes with the type json_schema"
+                    why = f"text.format.{name} is only for the type json_schema"
                     raise ApiError(400, why, param=f"text.format.{name}")
             return {"type": form.type}
         if form.schema is None:
@@ -204,7 +229,7 @@ class ResponsesBody(msgspec.Struct):
 
     def _tools(self) -> dict[str, Any]:
         kinds = {"function": FunctionTool}
-        functions = [read_kind(tool, kinds, f"tools[{place}]") for place, tool in enumerate(self.tools or ())]
+        functions = [read_kind(tool, kinds, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
         names, choice = [function.name for function in functions], self.tool_choice
         match choice:
             case None | "none" | "auto":
@@ -214,7 +239,7 @@ class ResponsesBody(msgspec.Struct):
             case {"type": "function", "name": str(name), **others} if name in names and not others:
                 choice = {"type": "function", "function": {"name": name}}
             case {"type": "allowed_tools", "mode": mode, "tools": list(allowed), **others} if not others:
-                named = [convert(one, AllowedTool, f"tool_choice.tools[{place}]") for place, one in enumerate(allowed)]
+                named = [convert(one, AllowedTool, f"tool_choice.tools[{index}]") for index, one in enumerate(allowed)]
                 wanted = [{"type": "function", "function": {"name": one.name}} for one in named]
                 choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": wanted}}
             case _:
@@ -227,7 +252,12 @@ class ResponsesBody(msgspec.Struct):
         return {"tools": [{"type": "function", "function": one} for one in given], "tool_choice": choice}
 
     def about(self, keys: Mapping[str, Any], *, is_stored: bool) -> dict[str, Any]:
-        """What the response repeats of its request."""
+        """Keys of the request that the response repeats.
+
+        Args:
+            keys: all keys of the body.
+            is_stored: whether the response is kept.
+        """
         return {
             "background": False,
             "instructions": self.instructions,
@@ -249,50 +279,52 @@ class ResponsesBody(msgspec.Struct):
 
 
 _PARTS = {
-    **dict.fromkeys(("input_text", "output_text", "reasoning_text", "summary_text"), known_of(TextPart, also=KEPT)),
-    "refusal": known_of(RefusalPart, also=KEPT),
+    **dict.fromkeys(
+        ("input_text", "output_text", "reasoning_text", "summary_text"), known_keys(TextPart, also=COPIED_KEYS)
+    ),
+    "refusal": known_keys(RefusalPart, also=COPIED_KEYS),
 }
 CONTENT = Kinds(_PARTS)
-RESPONSES_KEYS = known_of(
+RESPONSES_KEYS = known_keys(
     ResponsesBody,
     {
-        **OF_CHATS,
-        **taken("it limits calls of hosted tools, and there are none", "max_tool_calls"),
-        **refused("a response is sent where it is asked for", "background", harmless=(False,)),
-        **refused("previous_response_id goes on from a response", "conversation"),
+        **UNREAD_IN_CHAT_APIS,
+        **ignored("it limits calls of hosted tools, and there are none", "max_tool_calls"),
+        **refused("a response is sent on the connection of its request", "background", harmless=(False,)),
+        **refused("previous_response_id continues a conversation", "conversation"),
         **refused("this server keeps no prompts", "prompt"),
     },
-    also=SAME,
+    also=SHARED_KEYS,
     input=Kinds(
         {
-            "message": known_of(MessageItem, also=KEPT, content=CONTENT),
-            "function_call": known_of(CallItem, also=KEPT),
-            "function_call_output": known_of(OutputItem, also=KEPT, output=CONTENT),
-            "reasoning": known_of(ReasoningItem, also=KEPT, summary=CONTENT, content=CONTENT),
+            "message": known_keys(MessageItem, also=COPIED_KEYS, content=CONTENT),
+            "function_call": known_keys(CallItem, also=COPIED_KEYS),
+            "function_call_output": known_keys(OutputItem, also=COPIED_KEYS, output=CONTENT),
+            "reasoning": known_keys(ReasoningItem, also=COPIED_KEYS, summary=CONTENT, content=CONTENT),
         },
         default="message",
     ),
-    reasoning=known_of(
+    reasoning=known_keys(
         ReasoningConfig,
         {
-            **taken("it is an older name of summary", "generate_summary"),
+            **ignored("it is an older name of summary", "generate_summary"),
             **refused("there is one mode", "mode", harmless=("standard",)),
-            **refused("the chat template says what is shown of earlier reasoning", "context", harmless=("auto",)),
+            **refused("the chat template decides which earlier reasoning is shown", "context", harmless=("auto",)),
         },
     ),
-    tools=Kinds({"function": known_of(FunctionTool, TOOL_UNREAD)}, may_skip=True),
-    tool_choice=Kinds({"function": known_of(AllowedTool), "allowed_tools": known_of(AllowedChoice)}),
+    tools=Kinds({"function": known_keys(FunctionTool, TOOL_UNREAD)}, may_skip=True),
+    tool_choice=Kinds({"function": known_keys(AllowedTool), "allowed_tools": known_keys(AllowedChoice)}),
 )
 
 
 @dataclass(frozen=True)
 class ResponsesRequest:
-    """A request as the chat that it stands for, and what its response needs of it."""
+    """A request as a chat completion, and what its response needs of it."""
 
-    chat: ChatBody
-    about: Mapping[str, Any]  # what the response repeats
-    items: Sequence[Mapping[str, Any]]  # all of the conversation
-    is_stored: bool
+    chat: ChatBody  # chat completion request that it corresponds to
+    about: Mapping[str, Any]  # keys that the response repeats
+    items: Sequence[Mapping[str, Any]]  # items of the whole conversation
+    is_stored: bool  # True if the response is kept
 
 
 def read_responses(
@@ -303,15 +335,17 @@ def read_responses(
     *,
     may_store: bool,
 ) -> ResponsesRequest:
-    """A body of the Responses API.
+    """Reads the body of a request of the Responses API.
 
     Args:
-        unused: notes what is not used.
-        conversation: all items up to the end of a response, by its id; None: there is none.
-        may_store: whether responses are kept at all.
+        data: the body, JSON.
+        vocab_size: the largest vocabulary of the engines, the limit of lists of tokens.
+        unused: collects the keys that are not used.
+        conversation: gives all items up to the end of a response by its id; None if it is not kept.
+        may_store: whether the server keeps responses at all.
 
     Raises:
-        ApiError: 400, and which key is at fault.
+        ApiError: 400, with the key that is wrong.
     """
     keys = read_keys(data, RESPONSES_KEYS, unused)
     body = convert(keys, ResponsesBody)
@@ -321,32 +355,32 @@ def read_responses(
     if body.previous_response_id is not None:
         found = conversation(body.previous_response_id)
         if found is None:
-            why = f"there is no response {body.previous_response_id[:100]!r} to go on from, or it is not kept any more"
+            why = f"there is no response {body.previous_response_id[:100]!r} to continue, or it is no longer kept"
             raise ApiError(400, why, param="previous_response_id", code="previous_response_not_found")
         before = found
     items = before + body.items()
     if len(items) == len(before):
         raise ApiError(400, "input is empty", param="input")
-    chat = {name: keys[name] for name in SAME if keys.get(name) is not None} | body.chat()
+    chat = {name: keys[name] for name in SHARED_KEYS if keys.get(name) is not None} | body.chat()
     chat["messages"] = _messages(body.instructions, items, len(before))
     is_stored = may_store and body.store is not False
-    with speaking_of("input", RENAMES):
-        read = of_keys(chat, ChatBody, vocab_size)
+    with error_context("input", RENAMES):
+        read = body_of(chat, ChatBody, vocab_size)
     return ResponsesRequest(read, body.about(keys, is_stored=is_stored), items, is_stored)
 
 
 def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_before: int) -> list[dict[str, Any]]:
-    """What the assistant has thought, said and called in one go is one message."""
+    """Messages of a chat; consecutive reasoning, text and calls of the assistant form one message."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
 
-    def assistant(*taken: str) -> dict[str, Any]:
-        """The assistant's message that goes on: a new one if the last one has one of these keys already."""
-        if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(key) for key in taken):
+    def assistant(*used_keys: str) -> dict[str, Any]:
+        """The assistant's message to extend: a new one if the last one has one of these keys already."""
+        if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(key) for key in used_keys):
             messages.append({"role": "assistant", "content": ""})
         return messages[-1]
 
-    for place, value in enumerate(items, start=-num_before):
-        where = f"input[{place}]"
+    for index, value in enumerate(items, start=-num_before):
+        where = f"input[{index}]"
         match read_kind(value, ITEMS, where):
             case MessageItem(role="assistant", content=content):
                 assistant("content", "tool_calls")["content"] = _text(content, f"{where}.content")
@@ -355,7 +389,7 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_bef
             case ReasoningItem(summary=summary, content=thoughts):
                 named, parts = ("content", thoughts) if thoughts else ("summary", summary)
                 text = _text(parts, f"{where}.{named}", ("reasoning_text", "summary_text"))
-                if text:  # none where it is encrypted
+                if text:  # empty if the reasoning is encrypted
                     assistant("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
             case CallItem(call_id=id, name=name, arguments=arguments):
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -367,10 +401,10 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_bef
 
 
 def _text(content: str | list[dict[str, Any]], where: str, kinds: Sequence[str] = ("input_text", "output_text")) -> str:
-    """The text of parts that hold nothing else."""
+    """Text of parts that are all text."""
     if isinstance(content, str):
         return content
     known: dict[str, type[TextPart | RefusalPart]] = dict.fromkeys(kinds, TextPart)
     return "\n".join(
-        read_kind(one, known | {"refusal": RefusalPart}, f"{where}[{place}]").text for place, one in enumerate(content)
+        read_kind(one, known | {"refusal": RefusalPart}, f"{where}[{index}]").text for index, one in enumerate(content)
     )

@@ -1,4 +1,4 @@
-"""Responses as OpenAI's Responses API has them."""
+"""Responses in the format of OpenAI's Responses API."""
 
 import time
 from collections import defaultdict
@@ -19,9 +19,16 @@ from enginewright.runtime.text.tokenizer import Tokenizer
 
 
 class ResponsesForm(PartsForm):
-    """
+    """Response of the Responses API: items for reasoning, text and calls.
+
     Args:
-        keep: takes the id of a response that is to be kept, and the response, once it is complete.
+        request: the request.
+        keep: stores a response by its id, once it is complete.
+        id: the id of the response.
+        model: the model's name in the response.
+        fingerprint: identifies the engine.
+        tokenizer: the engine's tokenizer.
+        include: optional parts of the response.
     """
 
     id_prefix = "resp_"
@@ -41,10 +48,13 @@ class ResponsesForm(PartsForm):
         super().__init__(id, model, fingerprint, tokenizer, include)
         self._request, self._keep = request, keep
         self._num_events = 0
-        self._stored: StoredResponse | None = None  # once it is complete
-        self._written: defaultdict[Part, list[list[msgspec.Raw]]] = defaultdict(list)  # log-probabilities of each text
+        self._stored: StoredResponse | None = None  # complete response, if it is kept
+        self._written: defaultdict[Part, list[list[msgspec.Raw]]] = defaultdict(
+            list
+        )  # JSON of log-probabilities by part and text
 
     def opening(self, choice: Choice, cached_tokens: int) -> bytes:
+        """The events at the start of a response."""
         response = self._response("in_progress", None)
         return b"".join(self._event(f"response.{name}", response=response) for name in ("created", "in_progress"))
 
@@ -73,6 +83,7 @@ class ResponsesForm(PartsForm):
         return self._event(f"response.{_status(choice)}", response=self._complete(choice, usage))
 
     def failure(self, error: ApiError) -> bytes:
+        """The event of an error."""
         failed = {"error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=self._response("failed", None) | failed)
 
@@ -97,11 +108,12 @@ class ResponsesForm(PartsForm):
         return response
 
     def ended(self) -> None:
+        """Stores the response."""
         if self._stored is not None:
             self._keep(self.id, self._stored)
 
     def _response(self, status: str, choice: Choice | None) -> dict[str, Any]:
-        """choice: that has ended; None: it has not."""
+        """The response; `choice` is None until the answer has ended."""
         last = self._parts[-1] if self._parts else None
         output = [self._item(part, _status(choice) if part is last else "completed") for part in self._parts]
         return {
@@ -129,18 +141,18 @@ class ResponsesForm(PartsForm):
         return item | own | {"content": [self._content(part)]}
 
     def _content(self, part: Part, first: int = 0) -> dict[str, Any]:
-        """first: the number of the text of a part that it begins with."""
+        """Content of a part, from the text with number `first` on."""
         text = "".join(part.texts[first:])
         if part.kind is Reasoning:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], **self._logprobs(part, first)}
 
     def _logprobs(self, part: Part, first: int = 0) -> dict[str, Any]:
-        """Of a part's texts from this one on. Whatever shows a text has the key, whether they were wanted or not."""
+        """Log-probabilities of a part's texts from `first` on; the key is required even if they are not included."""
         if part.kind is not Text:
             return {}
         written = self._written[part]
-        for tokens in part.tokens[len(written) :]:  # each is shown several times, and has thousands of names
+        for tokens in part.tokens[len(written) :]:  # encoded once, since several events repeat it
             written.append([msgspec.Raw(encode(self._scored(token))) for token in tokens])
         return {"logprobs": list(chain.from_iterable(written[first:]))}
 
@@ -155,12 +167,12 @@ class ResponsesForm(PartsForm):
 
 
 def _status(choice: Choice | None) -> str:
-    """Of a response and of its last item."""
+    """Status of a response and of its last item."""
     return "incomplete" if choice is None or choice.finish_reason == "length" else "completed"
 
 
 def _stem(part: Part) -> str:
-    """What the names of events about a part begin with."""
+    """Prefix of the names of events about a part."""
     if part.kind is Call:
         return "function_call_arguments"
     return "reasoning_text" if part.kind is Reasoning else "output_text"

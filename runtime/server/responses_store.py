@@ -1,4 +1,4 @@
-"""Responses that are kept for GET /v1/responses/{id} and for those that follow them, and the routes that show them."""
+"""Keeps responses for GET /v1/responses/{id} and previous_response_id, and has the routes that show them."""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -14,23 +14,23 @@ from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import encode
 from enginewright.runtime.server.keys import not_implemented
 
-DEFAULT_PAGE, MAX_PAGE = 20, 100  # items
+DEFAULT_PAGE, MAX_PAGE = 20, 100  # items on a page
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, and what it answers."""
+    """A response and the conversation before it."""
 
-    response: bytes  # JSON
-    items: bytes  # JSON: all of the conversation before its own output
+    response: bytes  # response as JSON
+    items: bytes  # items of the conversation before the response's output, as JSON
 
 
 class ResponseStore:
-    """The responses that were used last, within two limits. What one tenant has, no other sees.
+    """The most recently used responses, within two limits; tenants do not see each other's.
 
     Args:
-        max_count: responses; 0 keeps none.
-        max_bytes: of all of them, with the conversations before them.
+        max_count: the maximum number of responses; 0 keeps none.
+        max_bytes: the maximum size of all responses with the conversations before them, in bytes.
     """
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
@@ -39,6 +39,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, tenant: str, id: str, stored: StoredResponse) -> None:
+        """Stores a response, and removes the least recently used ones beyond the limits."""
         self._kept[tenant, id] = stored
         self.num_bytes += _size(stored)
         while len(self._kept) > self.max_count or self.num_bytes > self._max_bytes:
@@ -46,19 +47,21 @@ class ResponseStore:
             self.num_bytes -= _size(oldest)
 
     def get(self, tenant: str, id: str) -> StoredResponse | None:
+        """Finds a response; None if it is not kept."""
         stored = self._kept.get((tenant, id))
         if stored is not None:
             self._kept.move_to_end((tenant, id))
         return stored
 
     def conversation(self, tenant: str, id: str) -> list[dict[str, Any]] | None:
-        """All items up to the end of a response; None: it is not kept."""
+        """All items up to the end of a response; None if it is not kept."""
         stored = self.get(tenant, id)
         if stored is None:
             return None
         return [*msgspec.json.decode(stored.items), *msgspec.json.decode(stored.response)["output"]]
 
     def delete(self, tenant: str, id: str) -> None:
+        """Removes a response."""
         self.num_bytes -= _size(self._kept.pop((tenant, id)))
 
 
@@ -67,13 +70,14 @@ def _size(stored: StoredResponse) -> int:
 
 
 class StoredRoutes:
-    """GET and DELETE of what is kept."""
+    """Routes that show and delete kept responses."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
     @property
     def routes(self) -> list[Route]:
+        """The routes."""
         return [
             Route("/v1/responses/{id}", self._retrieve, methods=["GET"]),
             Route("/v1/responses/{id}", self._delete, methods=["DELETE"]),
@@ -92,7 +96,7 @@ class StoredRoutes:
         return _json(encode({"id": id, "object": "response", "deleted": True}))
 
     async def _input_items(self, request: Request) -> Response:
-        """The last items first, unless the query says otherwise."""
+        """Items before a response, the last one first unless the query has another order."""
         _check_query(request, ("after", "limit", "order"))
         items = msgspec.json.decode(self._found(request).items)
         query = request.query_params
@@ -116,7 +120,7 @@ class StoredRoutes:
         id = request.path_params["id"]
         stored = self._store.get(request.scope["tenant"], id)
         if stored is None:
-            raise ApiError(404, f"there is no response {id[:100]!r}, or it is not kept any more", code="not_found")
+            raise ApiError(404, f"there is no response {id[:100]!r}, or it is no longer kept", code="not_found")
         return stored
 
 

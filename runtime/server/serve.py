@@ -1,4 +1,4 @@
-"""`engine run`: from engine files to a server, and to its end."""
+"""`engine run`: opens engine files, serves them, and shuts down."""
 
 import asyncio
 import gc
@@ -34,31 +34,35 @@ from enginewright.runtime.server.wire import LimitedHttp
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048  # connections that the system holds until they are taken
-# Back from a step, the engine's thread waits this long for whoever runs Python: a chat being rendered, mostly. With
-# Python's own 5 ms, streams beside such chats got a fifth fewer tokens a second (median of six rounds, a model that
-# takes less than a millisecond per step; large ones don't care).
+BACKLOG = 2048  # connections that the system queues until they are accepted
+# After a step, the engine's thread waits this long for the thread that holds Python's lock, which usually renders a
+# chat. With Python's default of 5 ms, streams that ran at the same time got a fifth fewer tokens per second (median of
+# six rounds, with a model that takes less than a millisecond per step; large models show no difference).
 SWITCH_INTERVAL_S = 0.0005
-LAST_WORDS_S = 2.0  # for errors to reach clients whose responses were cut off
-CLOSE_S = 10.0  # for the engine to end its step and the tokenizer its text; then the process ends all the same
+LAST_WORDS_S = 2.0  # seconds for errors to reach clients whose responses were cut off
+CLOSE_S = 10.0  # seconds for the engine's step and the tokenizer to end; then the process ends anyway
 
 
-Model = str | Path | Engine | Sequence[str | Path]  # one engine, or files and folders of them
+Model = str | Path | Engine | Sequence[str | Path]  # one engine, or several files and folders of them
 
 
 class Shutdown:
-    """A request to end a server: in good order, or at once. It belongs to the event loop of the server."""
+    """A request to end a server, in good order or at once. It belongs to the server's event loop."""
 
     def __init__(self) -> None:
         self.requested, self.at_once = asyncio.Event(), asyncio.Event()
 
     def request(self) -> None:
-        """The first call asks for an end in good order, the second for an end at once."""
+        """The first call requests a shutdown in good order, the second one a shutdown at once."""
         (self.at_once if self.requested.is_set() else self.requested).set()
 
 
 def notify_systemd(state: str) -> None:
-    """Tell systemd, if it has started this process as a service of Type=notify. Source: sd_notify(3)."""
+    """Reports a state to systemd, if it started this process as a service of Type=notify. Source: sd_notify(3).
+
+    Args:
+        state: the assignment to send, such as READY=1.
+    """
     address = notify_socket()
     if address is None:
         return
@@ -68,10 +72,11 @@ def notify_systemd(state: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.sendto(state.encode(), address)
     except OSError as error:
-        logger.warning("systemd does not hear %s: %s", state, error)
+        logger.warning("systemd did not receive %s: %s", state, error)
 
 
 def print_ready(line: str) -> None:
+    """Prints the line with the server's address to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -83,20 +88,22 @@ def serve(
     verify: bool = False,
     **limits: Any,
 ) -> None:
-    """Serve engines until SIGTERM or SIGINT, and a drain; a second signal ends that, too.
+    """Serves engines until SIGTERM or SIGINT and a drain; a second signal ends the drain, too.
 
-    Memory that a step uses cannot be given back: if one does not end, the process does, with exit code 1.
+    Memory that a running step uses cannot be freed: if a step does not end, the process ends with exit code 1.
 
     Args:
-        model: an engine file, or an open engine (which stays open). Several files or folders of them, or one where
-            the config limits how long or in what memory it is open, are opened when requests want them.
-        verify: hash the weights of an engine whenever it is opened.
-        announce: called with one line for people once connections are taken.
+        model: an engine file, or an open engine (which stays open). Several files or folders of them, or one with a
+            config
+            that limits its memory or idle time, are opened at their first request.
+        config: the server's settings.
+        announce: called with one line for people once connections are accepted.
+        verify: whether to check the hashes of an engine's weights each time that it is opened.
         limits: fields of RuntimeConfig.
 
     Raises:
         UsageError: the files of the certificate are wrong.
-        EngineError: the address cannot be had, or the engine cannot be opened (errors.py).
+        EngineError: the server cannot listen at the address, or the engine cannot be opened (errors.py).
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -126,7 +133,7 @@ async def _serve(
         if tls is not None:
             loop.add_signal_handler(signal.SIGHUP, tls.reload)
         gc.collect()
-        gc.freeze()  # what is there now stays: later collections, which hold up a step, need not look at it
+        gc.freeze()  # these objects stay, so later collections, which delay a step, skip them
 
         def ready() -> None:
             announce(_ready(engines, listener))
@@ -138,10 +145,12 @@ async def _serve(
 
 
 async def _engines(model: Model, config: ServerConfig, limits: dict[str, Any], *, verify: bool) -> Engines:
-    """One engine that is opened now, or those that are opened when requests want them."""
+    """Opens one engine now, or prepares those that are opened at their first request."""
     if isinstance(model, Engine):
         if config.on_demand:
-            raise UsageError("an open engine is served as it is", "memory and idle_seconds are for engine files")
+            raise UsageError(
+                "an open engine cannot be closed by the server", "memory and idle_seconds are for engine files"
+            )
         return Engines.of(Service(AsyncLLM(model, **limits), config))
     runtime = runtime_config(**limits)
     files = files_of([model] if isinstance(model, str | Path) else model)
@@ -159,7 +168,7 @@ async def _engines(model: Model, config: ServerConfig, limits: dict[str, Any], *
 
 
 async def _close(engines: Engines) -> None:
-    """Close all engines, or end the process where that takes too long."""
+    """Closes all engines, or ends the process if that takes too long."""
     closing = asyncio.create_task(engines.close())
     await asyncio.wait((closing,), timeout=CLOSE_S)
     if not closing.done():
@@ -172,7 +181,7 @@ async def _close(engines: Engines) -> None:
 
 def _on_signal(shutdown: Shutdown, loop: asyncio.AbstractEventLoop) -> None:
     shutdown.request()
-    if shutdown.at_once.is_set():  # a third one kills
+    if shutdown.at_once.is_set():  # a third signal kills the process
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
@@ -184,14 +193,17 @@ async def host(
     ready: Callable[[], None],
     tls: Tls | None = None,
 ) -> None:
-    """Answer what comes to a bound socket, until the shutdown is requested.
+    """Serves requests on a bound socket, until the shutdown is requested.
 
     Args:
-        ready: called when connections are taken.
-        tls: None: connections are in plain text.
+        engines: the engines.
+        listener: the bound socket.
+        shutdown: the request to end the server.
+        ready: called once connections are accepted.
+        tls: the certificate; None serves plain text.
 
     Raises:
-        EngineError: another program has taken the address, or the limit of open files is too low.
+        EngineError: another program uses the address, or the limit of open files is too low.
     """
     address = listener.getsockname()
     try:
@@ -223,7 +235,7 @@ async def host(
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         if server.started:
-            listener.listen(BACKLOG)  # asyncio has set it to what it takes at once
+            listener.listen(BACKLOG)  # asyncio has set it to ACCEPTS_AT_ONCE
             ready()
         await asyncio.wait((serving, requested), return_when=asyncio.FIRST_COMPLETED)
         engines.drain()
@@ -233,7 +245,9 @@ async def host(
         requested.cancel()
         server.should_exit = True
         await asyncio.wait((serving,), timeout=LAST_WORDS_S)
-        for connection in list(server.server_state.connections):  # of those who don't read, or have not asked yet
+        for connection in list(
+            server.server_state.connections
+        ):  # of clients that do not read, or have sent no request yet
             connection.transport.abort()
         await asyncio.wait((serving,), timeout=LAST_WORDS_S)
         if not serving.done():  # requests wait for a step of the engine, or for the tokenizer
@@ -243,7 +257,7 @@ async def host(
 
 
 async def _drain(engines: Engines, shutdown: Shutdown) -> None:
-    """Let running requests go on for a while, and end those that are left with an error."""
+    """Lets running requests go on for a while, and ends the remaining ones with an error."""
     idle = asyncio.create_task(engines.until_idle())
     at_once = asyncio.create_task(shutdown.at_once.wait())
     timeout = engines.config.drain_seconds
@@ -255,9 +269,9 @@ async def _drain(engines: Engines, shutdown: Shutdown) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with an eye on connections and on the engines.
+    """uvicorn's server, which also checks connections and engines.
 
-    Its own answer to a signal is to close the door first: /health could not say why.
+    Its own reaction to a signal is to stop listening first, so that /health could not report the shutdown.
     """
 
     def __init__(self, config: uvicorn.Config, engines: Engines) -> None:
@@ -269,7 +283,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn calls it ten times a second."""
+        """Checks engines and connections; uvicorn calls it ten times a second."""
         self._engines.watch()
         now = asyncio.get_running_loop().time()
         for connection in self.server_state.connections:
@@ -279,15 +293,19 @@ class _Server(uvicorn.Server):
 
 
 def tls_of(config: ServerConfig) -> Tls | None:
-    """Raises UsageError for files that are no certificate and its key."""
+    """The certificate that the config names, if any. Raises UsageError if the files are no certificate and its key."""
     return None if config.ssl_certfile is None else Tls(config.ssl_certfile, config.ssl_keyfile)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with an address, which nobody can connect to yet.
+    """Binds a socket to an address; nobody can connect to it yet.
+
+    Args:
+        host: a host name or address.
+        port: a TCP port; 0 chooses a free one.
 
     Raises:
-        EngineError: it is taken, or none of this machine's.
+        EngineError: the address is in use, or does not belong to this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -313,7 +331,7 @@ def _no_address(host: str, port: int, error: OSError) -> EngineError:
 
 
 def _ready(engines: Engines, listener: socket.socket) -> str:
-    """The line that says where the server is, and how much it can do at once."""
+    """The line with the server's address, and the number of requests that fit at once."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if engines.config.ssl_certfile is None else "https"
     address = f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
@@ -324,7 +342,9 @@ def _ready(engines: Engines, listener: socket.socket) -> str:
     memory_plan, plan = service.llm.memory_plan, service.llm.engine.plan
     length, chunk = memory_plan.max_model_len, memory_plan.limits.tokens
     places = zip(memory_plan.num_blocks, plan.caches, strict=True)
-    whole = min(count // places_of(group, length, chunk) for count, group in places)
-    most = memory_plan.limits.sequences
-    fit = f"{most} completions at a time, {min(whole, most)} of them may have all {length} positions"
+    full_length = min(count // places_of(group, length, chunk) for count, group in places)
+    max_seqs = memory_plan.limits.sequences
+    fit = (
+        f"{max_seqs} completions at a time, {min(full_length, max_seqs)} of them may have all {length} positions"
+    )
     return f"serving {service.models[0]} at {address} ({fit})"

@@ -1,4 +1,4 @@
-"""What all requests to an engine share."""
+"""State that all requests to an open engine share."""
 
 import logging
 from collections.abc import Sequence
@@ -26,8 +26,10 @@ class Service:
     """An open engine, and the requests that use it. Everything belongs to the thread of the event loop.
 
     Args:
-        models: what clients may call the engine; empty: as the config says, or its own name.
-        metrics: None: begins with it.
+        llm: the engine.
+        config: the server's settings.
+        models: names in requests; empty means those of the config, or the engine's own name.
+        metrics: metrics to continue; None starts new ones.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Service:
             form = engine.tokenizer.message_format
             engine.tokenizer.use_message_format(replace(form, calls=call_format(config.tool_call_parser)))
         self.models = models or config.served_model_names or (engine.manifest.name,)
-        # Where it is the same, the same seed gives the same completion.
+        # With the same fingerprint, the same seed gives the same completion.
         self.fingerprint = f"fp_{engine.manifest.content_hash[:12]}"
         self.metrics = metrics or Metrics(llm.stats, self.models[0], engine.manifest.content_hash, llm.max_model_len)
         self.metrics.cache = KvBlocks.of(engine.plan.caches, llm.memory_plan.num_blocks)
@@ -51,11 +53,11 @@ class Service:
             llm.max_model_len,
         )
         self.live: set[Generation | Texts] = set()  # requests that are running
-        self.draining = False  # whether the server ends, and takes no new requests
-        self.stalled = False  # whether the engine's step under way does not end
+        self.draining = False  # True once the server is ending and takes no new requests
+        self.stalled = False  # True while the running step exceeds the step timeout
 
     def why_closed(self) -> ApiError | None:
-        """Why no new work is taken, if so."""
+        """Error for new requests, if the engine takes none."""
         if self.draining:
             return shutting_down(self.config.drain_seconds)
         if not self.llm.is_alive:
@@ -70,7 +72,7 @@ class Service:
         return None
 
     def why_unhealthy(self) -> ApiError | None:
-        """Why /health fails, if so: also before a step finds out that the engine's file was changed."""
+        """Error that /health reports, if any, including a changed engine file before a step notices it."""
         closed = self.why_closed()
         if closed is None:
             try:
@@ -80,16 +82,16 @@ class Service:
         return closed
 
     def watch(self) -> None:
-        """Notice a step that does not end, and that it has ended after all. To be called several times per second."""
+        """Detects a step that does not end, and its late end. To be called several times per second."""
         limit = self.config.step_timeout
         stalled = 0 < limit < self.llm.step_s
         if stalled and not self.stalled:
             logger.error("a step of the engine has not ended within %g s: new requests get a 503 until it ends", limit)
         elif self.stalled and not stalled and self.llm.is_alive:
-            logger.warning("the step that had not ended within %g s has ended: requests are taken again", limit)
+            logger.warning("the step that had not ended within %g s has ended: requests are accepted again", limit)
         self.stalled = stalled
 
     def end_all(self) -> None:
-        """End all running requests with an error."""
+        """Ends all running requests with an error."""
         for generation in list(self.live):
             generation.stop(shutting_down(0))

@@ -1,4 +1,4 @@
-"""TLS of the server: a certificate and its key from files, which are read again on SIGHUP."""
+"""TLS of the server: reads a certificate and its key from files, and again on SIGHUP."""
 
 import logging
 import ssl
@@ -9,18 +9,18 @@ from enginewright.regular_file import SMALL_FILE_BYTES, read_regular
 
 logger = logging.getLogger(__name__)
 
-FIX = "Give the PEM files of a certificate, with the chain behind it, and of its key."
+FIX = "Give the PEM files of a certificate, followed by its chain, and of its key."
 
 
 class Tls:
-    """The certificate that connections are answered with.
+    """The server's certificate.
 
     Args:
-        certfile: PEM: the certificate, and behind it those that lead to its authority.
-        keyfile: PEM: its private key, without a password; None: it is in certfile.
+        certfile: PEM file of the certificate, followed by those that lead to its authority.
+        keyfile: PEM file of the private key, without a password; None means that it is in certfile.
 
     Raises:
-        UsageError: a file cannot be read or holds something else, or the key belongs to another certificate.
+        UsageError: a file cannot be read or has another content, or the key belongs to another certificate.
     """
 
     def __init__(self, certfile: str | Path, keyfile: str | Path | None) -> None:
@@ -29,12 +29,12 @@ class Tls:
         self._load(self.context)
 
     def reload(self) -> None:
-        """Read the files again: for new connections, and only if they are right."""
+        """Reads the files again, for new connections, if they are valid."""
         try:
             self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
             self._load(self.context)
         except UsageError as error:
-            logger.error("the certificate stays as it was: %s", error)
+            logger.error("the certificate was not replaced: %s", error)
         else:
             logger.info("the certificate was read again from %s", self._certfile)
 
@@ -55,7 +55,7 @@ class Tls:
 
 
 def _no_password() -> str:
-    """OpenSSL would ask for one on the terminal."""
+    """Refuses a key with a password, which OpenSSL would ask for on the terminal."""
     raise UsageError(
         "the TLS key has a password",
         "nobody could type it when a server starts by itself",

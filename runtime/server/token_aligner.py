@@ -1,4 +1,4 @@
-"""Which tokens the texts of a message are written with: they come later than their tokens, and without marks."""
+"""Finds the tokens of a message's texts, which a parser gives out later than the tokens, and without marks."""
 
 from collections.abc import Sequence
 
@@ -7,23 +7,28 @@ from enginewright.runtime.text.messages.parser import Piece, Text
 
 
 class TokenAligner:
-    """Gives the texts that a parser finds in a message their tokens. Tokens of marks, reasoning and calls are of none.
+    """Assigns tokens to the texts that a parser finds in a message; those of marks, reasoning and calls get none.
 
-    A token belongs to the first text that has one of its characters, and one without characters of its own, such as a
-    part of a character, to the text that goes on where it stands.
+    A token belongs to the first text that contains one of its characters. A token without characters of its own, such
+    as a part of a character, belongs to the text at its position.
     """
 
     def __init__(self) -> None:
-        self._texts: list[str] = []  # the end of the message, of which the parser may still make text
-        self._num_pending = 0  # characters of it
-        self._tokens: list[tuple[int, int, SampledToken]] = []  # those of no text yet; where each begins and ends in it
+        self._texts: list[str] = []  # end of the message, which the parser may still give out as text
+        self._num_pending = 0  # number of characters in it
+        self._tokens: list[tuple[int, int, SampledToken]] = []  # unassigned tokens, each with its start and end in it
 
     def align(self, tokens: Sequence[SampledToken], text: str, pieces: Sequence[Piece], num_held: int) -> list[Piece]:
-        """The pieces that a parser has made of a message's next tokens, with the tokens of their texts.
+        """Assigns the next tokens of a message to texts.
 
         Args:
-            text: of the tokens.
-            num_held: characters at the end of the message that the parser still holds back.
+            tokens: the tokens.
+            text: their text.
+            pieces: the pieces that the parser found with them.
+            num_held: the number of characters at the end of the message that the parser still holds back.
+
+        Returns:
+            The pieces, with the tokens of their texts.
         """
         start, self._num_pending = self._num_pending, self._num_pending + len(text)
         self._texts.append(text)
@@ -45,16 +50,16 @@ class TokenAligner:
         return aligned
 
     def _take(self, begin: int, end: int) -> tuple[SampledToken, ...]:
-        taken, left = list[SampledToken](), list[tuple[int, int, SampledToken]]()
+        matching, left = list[SampledToken](), list[tuple[int, int, SampledToken]]()
         for one in self._tokens:
             if one[0] < end and (one[1] > begin or one[0] >= begin):
-                taken.append(one[2])
+                matching.append(one[2])
             else:
                 left.append(one)
         self._tokens = left
-        return tuple(taken)
+        return tuple(matching)
 
 
 def _find(pending: str, text: str, place: int, past: int) -> int:
-    """Where a text stands: as a rule it is the last thing before what is held back, else a mark follows it."""
+    """Position of a text; usually it is the last one before the text that is held back, otherwise a mark follows it."""
     return past - len(text) if pending.endswith(text, place, past) else pending.find(text, place, past)

@@ -1,4 +1,4 @@
-"""Tools in bodies of requests: what may be called, what has to be, and what was."""
+"""Tools in bodies of requests: the callable ones, the required ones, and earlier calls."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import msgspec
 from enginewright.errors import UsageError
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server.errors import ApiError
-from enginewright.runtime.server.protocol import convert, held_schema
+from enginewright.runtime.server.protocol import convert, enforceable_schema
 from enginewright.runtime.text.messages.calls import Schemas
 from enginewright.runtime.text.messages.grammar import answer_or_calls, before_answer, only_calls, text_and_calls
 from enginewright.runtime.text.messages.history import parse_object
@@ -25,51 +25,66 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Function(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; None: there are none, as in OpenAI's API
-    strict: bool | None = None
+    """Function that the model may call."""
+
+    name: str  # name of the function
+    description: str | None = None  # description for the model
+    # JSON schema of the arguments; None means no arguments, as in OpenAI's API
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # true if arguments always follow the schema
 
 
 class Tool(msgspec.Struct):
-    type: Literal["function"]
-    function: Function
+    """Tool that the model may call."""
+
+    type: Literal["function"]  # kind of the tool
+    function: Function  # function of the tool
 
 
 class NamedFunction(msgspec.Struct):
-    name: str
+    """Name of a function."""
+
+    name: str  # name of the function
 
 
 class NamedTool(msgspec.Struct):
-    type: Literal["function"]
-    function: NamedFunction
+    """Tool that must be called."""
+
+    type: Literal["function"]  # kind of the tool
+    function: NamedFunction  # function of the tool
 
 
 class AllowedTools(msgspec.Struct):
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    """Tools that may be called."""
+
+    mode: Literal["auto", "required"]  # "required" if one of them must be called
+    tools: list[NamedTool]  # tools that may be called
 
 
 class AllowedChoice(msgspec.Struct):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+    """Constraint to some of the tools."""
+
+    type: Literal["allowed_tools"]  # kind of the constraint
+    allowed_tools: AllowedTools  # tools that may be called
 
 
 class CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str | dict[str, Any] | None = None  # JSON, or what a model has written in place of it
+    """Function of an earlier call."""
+
+    name: str  # name of the function
+    arguments: str | dict[str, Any] | None = None  # arguments as JSON, or the text that a model wrote instead
 
 
 class ToolCall(msgspec.Struct):
-    """A call that an assistant's message has made, as clients send it back."""
+    """Call of an earlier answer, as clients send it back."""
 
-    function: CalledFunction
-    id: str | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
+    function: CalledFunction  # function that was called
+    id: str | None = None  # id of the call
+    type: Literal["function"] = "function"  # kind of the tool
+    index: int | None = None  # number of the call in its message, not used
 
     def for_template(self) -> dict[str, Any]:
-        """Arguments are an object where they are JSON of one, else the text that they are (messages/history.py)."""
+        """The call for the chat template; arguments that are no JSON object stay text (messages/history.py)."""
         given = self.function.arguments or {}
         found = parse_object(given) if isinstance(given, str) else given
         function = {"name": self.function.name, "arguments": given if found is None else found}
@@ -79,11 +94,18 @@ class ToolCall(msgspec.Struct):
 class Tools:
     """The tools of a request.
 
+    Attributes:
+        schemas: JSON schemas of the arguments, by the names of the tools that may be called.
+        forced: schemas of the tools of which one must be called; empty if none must.
+        shown: the tools that the chat template shows.
+        may_be_called: schemas of the tools that may be called; None without tools.
+
     Args:
-        tools, choice: as the body has them.
+        tools: the key `tools` of the body.
+        choice: the key `tool_choice` of the body.
 
     Raises:
-        ApiError: they cannot be.
+        ApiError: they are not valid.
     """
 
     def __init__(self, tools: Sequence[Any] | None, choice: Any) -> None:
@@ -91,8 +113,8 @@ class Tools:
         if len(given) > MAX_TOOLS:
             raise ApiError(400, f"tools must not hold more than {MAX_TOOLS} entries", param="tools")
         self.schemas: dict[str, Mapping[str, Any]] = {}
-        self._places: dict[str, str] = {}  # the paths of their schemas in the body
-        self._strict: set[str] = set()  # those whose arguments follow their schema whenever they are called
+        self._schema_paths: dict[str, str] = {}  # paths of their schemas in the body
+        self._strict: set[str] = set()  # names of tools whose arguments always follow their schema
         for place, value in enumerate(given):
             where = f"tools[{place}].function"
             function = convert(value, Tool, f"tools[{place}]").function
@@ -102,7 +124,7 @@ class Tools:
             if function.name in self.schemas:
                 raise ApiError(400, f"{where}.name: there are two tools of this name", param=f"{where}.name")
             self.schemas[function.name] = NO_PARAMETERS if function.parameters is None else function.parameters
-            self._places[function.name] = f"{where}.parameters"
+            self._schema_paths[function.name] = f"{where}.parameters"
             if function.strict:
                 self._strict.add(function.name)
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -116,13 +138,13 @@ class Tools:
             self._strict &= names
             choice = allowed.mode
         self.forced = self._forced(choice)
-        self._is_named = isinstance(choice, dict)  # the tool that has to be called
-        # What the template shows: nothing that may not be called.
+        self._is_named = isinstance(choice, dict)  # True if a certain tool must be called
+        # The template shows no tool that may not be called.
         self.shown: Sequence[Mapping[str, Any]] = () if choice == "none" else given
         self.may_be_called: Schemas | None = self.schemas if self.shown else None
 
     def _forced(self, choice: Any) -> Schemas:
-        """The tools of which one has to be called; empty: none has."""
+        """Schemas of the tools of which one must be called; empty if none must."""
         match choice:
             case None | "none" | "auto":
                 return {}
@@ -135,56 +157,62 @@ class Tools:
         raise ApiError(400, f"tool_choice {why}: {names}", param="tool_choice", code="invalid_value")
 
     @property
-    def unheld(self) -> list[ApiError]:
-        """Keywords of schemas that no call is held to. Raises ApiError where a tool cannot be held to its schema."""
-        return self._held[1]
+    def unenforced(self) -> list[ApiError]:
+        """Errors for schema keywords that are not enforced. Raises ApiError if a strict schema cannot be enforced."""
+        return self._enforced[1]
 
     @cached_property
-    def _held(self) -> tuple[Schemas, list[ApiError]]:
-        """The schemas that calls are held to, and what is left out of them. Raises ApiError.
+    def _enforced(self) -> tuple[Schemas, list[ApiError]]:
+        """The schemas that calls follow, and errors for keywords that are left out of them. Raises ApiError.
 
-        Only tools that are strict are held to their schemas where the model chooses whether to call.
+        If the model chooses whether to call, only strict tools have their schemas enforced.
         """
         schemas, errors = dict[str, Mapping[str, Any]](), list[ApiError]()
         for name, schema in (self.forced or self.may_be_called or {}).items():
             schemas[name], is_strict = {}, name in self._strict
             if self.forced or is_strict:
-                schemas[name], left_out = held_schema(schema, self._places[name], is_strict=is_strict)
+                schemas[name], left_out = enforceable_schema(schema, self._schema_paths[name], is_strict=is_strict)
                 errors += left_out
         return schemas, errors
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raises ApiError where the model knows no tools, and none has to be called."""
+        """Raises ApiError if the chat template or the parsers do not support tools, and no call is required."""
         why = ""
         if self.shown and not tokenizer.template_names("tools") and not self.forced:
-            why = "the model's chat template shows no tools; it can call one where tool_choice says that it has to"
+            why = "the model's chat template shows no tools; it can call one only if tool_choice requires it"
         elif self.shown and self.form(tokenizer).calls is None:
-            why = "no parser for this model's calls is known: --tool-call-parser of engine run names one"
+            why = "there is no parser for this model's calls: choose one with --tool-call-parser of engine run"
         if why:
             raise ApiError(400, f"tools: {why}", param="tools", code="unsupported_parameter")
 
     def form(self, tokenizer: Tokenizer) -> MessageFormat:
-        """The form of the model's messages. Where its template shows no tools, a call that has to come is plain."""
+        """Format of the model's messages; required calls are plain if the chat template shows no tools."""
         form = tokenizer.message_format
         return replace(form, calls=PLAIN) if self.forced and not tokenizer.template_names("tools") else form
 
     def structure(
         self, tokenizer: Tokenizer, place: ReasoningPlace, answer: StructuredOutputsParams | None, *, several: bool
     ) -> StructuredOutputsParams | None:
-        """The structure of a message: calls where one has to come; the answer, or calls in its place; or a text whose
-        calls follow their schemas. None: it is free.
+        """Structure of a message with tools.
+
+        It is that of calls if one is required, else the answer's, or calls in its place, or a text whose calls follow
+        their schemas.
 
         Args:
+            tokenizer: the engine's tokenizer.
             place: where in the reasoning the prompt ends.
-            answer: structure of the answer, if it has one. One that is whole leaves no room for calls.
-            several: there may be more calls than one.
+            answer: the structure of the answer, if it has one. A structure of the whole message excludes calls.
+            several: whether there may be more than one call.
+
+        Returns:
+            The structure; None means free text.
 
         Raises:
-            ApiError: a tool cannot be held to its schema.
+            ApiError: the schema of a tool cannot be enforced.
         """
         form, ids = self.form(tokenizer), tokenizer.mark_ids
         assert form.calls is not None
-        schemas = self._held[0]
+        schemas = self._enforced[0]
         before = before_answer(form, ids, place, is_text=False)
         try:
             if self.forced:

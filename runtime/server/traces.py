@@ -1,8 +1,4 @@
-"""Spans of requests for OpenTelemetry, sent to a collector by OTLP over HTTP.
-
-Their attributes are those of the conventions for generative AI, and vLLM's where these have none:
-https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
-"""
+"""Sends spans of requests to an OpenTelemetry collector, by OTLP over HTTP."""
 
 import time
 from collections.abc import Mapping
@@ -15,11 +11,11 @@ from enginewright.errors import EngineError
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.wire import header
 
-EXPORT_TIMEOUT_S = 5.0  # of a batch, also of the last one when the server ends
+EXPORT_TIMEOUT_S = 5.0  # seconds to send a batch, including the last one when the server ends
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
 OPERATIONS |= {"/v1/messages": "chat", "/v1/embeddings": "embeddings", "/v1/score": "score", "/score": "score"}
 OPERATIONS |= {"/v1/rerank": "rerank", "/v2/rerank": "rerank", "/rerank": "rerank"}
-# Attributes by what a request's log says of it.
+# Attributes by the fields of the request's log line.
 FIGURES = {
     "prompt_tokens": ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens"),
     "output_tokens": ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens"),
@@ -33,10 +29,10 @@ PARAMS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_pena
 
 
 class Traces:
-    """Sends a span for each request that the engine works for, also where it is refused. Nobody waits for it.
+    """Sends a span for each request for an engine, including refused ones; nothing waits for it.
 
     Args:
-        endpoint: URL of a collector, with its path: http://127.0.0.1:4318/v1/traces.
+        endpoint: the URL of a collector, with its path: http://127.0.0.1:4318/v1/traces.
 
     Raises:
         EngineError: OpenTelemetry is not installed.
@@ -62,14 +58,16 @@ class Traces:
         self._kind, self._failed = SpanKind.SERVER, Status(StatusCode.ERROR)
 
     def close(self) -> None:
-        """Send what is left, for as long as EXPORT_TIMEOUT_S."""
+        """Sends what is left, for at most EXPORT_TIMEOUT_S."""
         self._provider.shutdown()
 
     def add(self, scope: Scope, log: RequestLog, began_ns: int) -> None:
-        """A request has ended.
+        """Queues the span of a request that has ended.
 
         Args:
-            began_ns: since 1970, when it came.
+            scope: the ASGI scope.
+            log: the log line of the request.
+            began_ns: arrival of the request, in nanoseconds since 1970.
         """
         operation = OPERATIONS.get(scope["path"])
         if operation is None or scope["method"] != "POST":
@@ -85,13 +83,13 @@ class Traces:
 
 
 def _parent(scope: Scope) -> Mapping[str, str]:
-    """Headers that say which span a request belongs to."""
+    """Headers that name the parent span of a request."""
     given = {name: header(scope, name.encode()) for name in ("traceparent", "tracestate")}
     return {name: ",".join(value.decode("latin-1") for value in values) for name, values in given.items() if values}
 
 
 def _attributes(scope: Scope, log: RequestLog, operation: str) -> dict[str, Any]:
-    """Without those of which nothing is known."""
+    """Attributes of a span that are known."""
     figures = log.figures or {}
     found: dict[str, Any] = {
         "gen_ai.operation.name": operation,

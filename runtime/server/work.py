@@ -1,4 +1,4 @@
-"""How urgent a request is, and until when it is wanted."""
+"""Reads the priority and the timeout of a request."""
 
 from starlette.types import Scope
 
@@ -8,18 +8,19 @@ from enginewright.runtime.server.wire import header
 from enginewright.runtime.step.work_class import BATCH, BEST_EFFORT, INTERACTIVE, MAX_PRIORITY, WorkClass
 
 HEADER = b"x-priority"
-CLASSES = {"interactive": INTERACTIVE, "batch": BATCH, "best-effort": BEST_EFFORT}  # that the header may name
+CLASSES = {"interactive": INTERACTIVE, "batch": BATCH, "best-effort": BEST_EFFORT}  # values of the header
 MAX_TIMEOUT_S = 86_400.0
 
 
 def work_of(scope: Scope, priority: int | None) -> WorkClass:
-    """The class of a request's work. The header comes before the body: a proxy may say it for its clients.
+    """Priority and tenant of a request. The header overrides the body, since a proxy may set it for its clients.
 
     Args:
-        priority: that the body says.
+        scope: the ASGI scope.
+        priority: the body's priority; None means interactive.
 
     Raises:
-        ApiError, UsageError: there is no such priority.
+        ApiError, UsageError: the priority is not valid.
     """
     values = header(scope, HEADER)
     if values:
@@ -42,13 +43,13 @@ def _priority(values: list[bytes]) -> int:
 
 
 def check_timeout(seconds: float | None) -> None:
-    """Raises ApiError for what is no time to wait."""
+    """Raises ApiError if a timeout is not valid."""
     if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
         rule = f"must be above 0, and at most {MAX_TIMEOUT_S:.0f} seconds"
         raise ApiError(400, f"timeout {rule}", param="timeout", code="invalid_value")
 
 
 def timed_out(seconds: float) -> ApiError:
-    """What ends a request that was not answered in time; clients that try again by themselves are told not to."""
+    """Error of a request that was not answered in time; it asks clients not to retry automatically."""
     why = f"the request has not been answered within its timeout of {seconds:g} s"
     return ApiError(504, why, code="timeout", headers=[(b"x-should-retry", b"false")])

@@ -1,1 +1,1 @@
-"""The page at /: a chat and charts, in the HTML, style and scripts beside this file."""
+"""The web page at /: a chat and charts, with its HTML, style and scripts."""

@@ -1,7 +1,7 @@
-"""How the page is served: from memory, and to anybody.
+"""Serves the web page from memory, without an API key.
 
-It is the same for all readers and holds no secret, so it wants no key. What it shows comes from the API, with the key
-that its reader types in.
+The page is the same for all readers and contains no secret, so it needs no key. Its data come from the API, with the
+key that its reader types in.
 """
 
 from hashlib import sha256
@@ -18,7 +18,7 @@ KINDS = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-# The page loads its own files, asks its own server, and is shown in no frame. No text becomes HTML: whatever a model
+# The page loads its own files, calls its own server, and is shown in no frame. No text becomes HTML: whatever a model
 # writes, its answers run nothing.
 POLICY = "; ".join(
     (
@@ -35,7 +35,7 @@ POLICY = "; ".join(
     )
 )
 HEADERS = {
-    "cache-control": "no-cache",  # kept, and asked for again with its ETag: a new version of the server is seen at once
+    "cache-control": "no-cache",  # cached, and checked by its ETag, so that a new version is used at once
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -48,7 +48,7 @@ class Asset:
     """A file of the page.
 
     Args:
-        name: of the file in this package.
+        name: the name of the file in this package.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,7 +61,7 @@ class Asset:
         }
 
     async def __call__(self, request: Request) -> Response:
-        """The file, or 304 where the browser has it."""
+        """The file, or 304 if the browser has it already."""
         known = request.headers.get("if-none-match", "")
         if self._headers["etag"] in (tag.strip().removeprefix("W/") for tag in known.split(",")):
             return Response(status_code=304, headers=self._headers)
@@ -71,7 +71,9 @@ class Asset:
 class Page:
     """All files of the page.
 
-    paths: of its routes, as they come over the wire.
+    Attributes:
+        paths: the paths of its routes, as clients send them.
+        routes: the routes.
     """
 
     def __init__(self) -> None:
