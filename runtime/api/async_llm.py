@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the same engine as `LLM`, for one asyncio event loop."""
+"""`AsyncLLM`: the engine of `LLM` for one asyncio event loop."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -35,22 +35,22 @@ Structure = Callable[[Sequence[int]], StructuredOutputsParams | None]
 
 
 class AsyncEngineArgs:
-    """Arguments of an AsyncLLM, as attributes, for scripts that collect them first; they are checked when it is made.
+    """Arguments of an AsyncLLM as attributes, for scripts that collect them first; the AsyncLLM checks them.
 
     Args:
         model: an engine file, or an open engine.
-        limits: as AsyncLLM takes them.
+        limits: further arguments of AsyncLLM.
     """
 
     def __init__(self, model: str | Path | Engine, **limits: Any) -> None:
         vars(self).update(limits, model=model)
 
 
-ENCODERS = 2  # threads that encode prompts: a long one does not hold up the next
+ENCODERS = 2  # threads that encode prompts, so that a long one does not delay the next
 
 
 class AsyncLLM:
-    """An engine with memory to run in, and a thread that runs it. Make it, and use it, where the event loop runs.
+    """An open engine, and a thread that runs it. Create and use it where the event loop runs.
 
     Args:
         model: an engine file, or an open engine (which stays open).
@@ -78,18 +78,22 @@ class AsyncLLM:
         self._begin(core, owned)
 
     def _begin(self, core: EngineCore | EmbeddingCore, owned: Engine | None) -> None:
-        """owned: an engine that is closed with it."""
+        """Starts the thread; `owned` is an engine that is closed with it."""
         self.engine, self.max_model_len = core.engine, core.max_model_len
         executor = core.executor
         self.memory_plan, self.isa, self.threads = executor.memory_plan, executor.isa, executor.threads
         self._thread = EngineThread(core, partial(_post, self._loop))
-        self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
+        self._close = finalize(self, close_all, self._thread, owned)  # also when it is garbage-collected, and at exit
         self._encoder = ThreadPoolExecutor(ENCODERS, thread_name_prefix="tokenizer")
         self._request_ids = count()
 
     @classmethod
     async def open(cls, engine: Engine, config: RuntimeConfig) -> "AsyncLLM":
-        """As the constructor, but the event loop goes on meanwhile. The engine is closed with it.
+        """Opens an AsyncLLM without blocking the event loop. The engine is closed with it.
+
+        Args:
+            engine: the open engine.
+            config: its limits.
 
         Raises:
             EngineError: the engine, which stays open then, does not fit.
@@ -101,7 +105,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
-        """The same with arguments that were collected before."""
+        """Creates an AsyncLLM from arguments that were collected before."""
         if not isinstance(engine_args, AsyncEngineArgs):
             raise UsageError(f"engine_args is {shorten(engine_args)}", "it must be an AsyncEngineArgs")
         return cls(**vars(engine_args))
@@ -111,23 +115,24 @@ class AsyncLLM:
         return self._thread.core
 
     async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt in any form, made in a thread of its own.
+        """Converts a prompt in any form to token ids, in a thread of its own.
 
         Args:
-            add_special_tokens: begin a text with what the model was trained to see there.
+            prompt: the prompt.
+            add_special_tokens: whether to start a text with the tokens that the model was trained with.
 
         Raises:
-            UsageError: it is none of the forms that a prompt may have.
+            UsageError: the prompt has none of the accepted forms.
             EngineDeadError: the engine has failed or is closed.
         """
         return await self.in_tokenizer(partial(self._encode, prompt, add_special_tokens))
 
     def _encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        tokenizer, most = self.engine.tokenizer, self.max_model_len
-        return encode_prompt(prompt, tokenizer, most, add_special_tokens=add_special_tokens)
+        tokenizer, max_tokens = self.engine.tokenizer, self.max_model_len
+        return encode_prompt(prompt, tokenizer, max_tokens, add_special_tokens=add_special_tokens)
 
     async def in_tokenizer(self, work: Callable[[], T]) -> T:
-        """What tokenizes, in a thread of its own.
+        """Runs a function that tokenizes in a thread of its own, and returns its result.
 
         Raises:
             EngineDeadError: the engine has failed or is closed.
@@ -137,16 +142,23 @@ class AsyncLLM:
         return await self._loop.run_in_executor(self._encoder, work)
 
     async def rows(self, texts: Sequence[TextTokens], work: WorkClass = DEFAULT_WORK) -> list[Vector]:
-        """What an engine of an embedding model gives for texts, in their order. Left early, they are aborted.
+        """Computes the rows of an embedding model for texts; if the caller is cancelled, they are aborted.
+
+        Args:
+            texts: the texts as tokens.
+            work: priority and tenant.
+
+        Returns:
+            A vector or score per text, in their order.
 
         Raises:
-            UsageError: a text is none that the engine takes.
+            UsageError: the engine does not take a text.
             EngineError: the model's numbers are not finite, or the engine has failed.
         """
         core, ends = self._core, [self._loop.create_future() for _ in texts]
         assert isinstance(core, EmbeddingCore)
         requests = [core.text(text, partial(_settle, end), work) for text, end in zip(texts, ends, strict=True)]
-        del core  # a request that waits must not keep it
+        del core  # a waiting request must not keep it alive
         try:
             for request in requests:
                 self._thread.submit(request)
@@ -158,12 +170,12 @@ class AsyncLLM:
         return [request.vector for request in requests if request.vector is not None]
 
     async def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens too, made in a thread of its own."""
+        """Converts token ids to text, special tokens included, in a thread of its own."""
         work = partial(self.engine.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await self._loop.run_in_executor(self._encoder, work)
 
     async def decode_each(self, token_ids: list[int]) -> list[str]:
-        """The text of each of them by itself."""
+        """Converts each token id to a text by itself, in a thread of its own."""
         decode = partial(self.engine.tokenizer.decode, skip_special_tokens=False)
         return await self._loop.run_in_executor(self._encoder, lambda: list(map(decode, token_ids)))
 
@@ -176,19 +188,23 @@ class AsyncLLM:
         work: WorkClass = DEFAULT_WORK,
         structure: Structure | None = None,
     ) -> "AsyncRequest":
-        """A request that can be started. Its prompt is encoded, and all else is made ready, in a thread of its own.
+        """Prepares a request for `start`: encodes its prompt, and compiles its grammar, in other threads.
 
         Args:
-            structure: of a prompt's token ids, what its answers have to be; None leaves that to params.
+            prompt: the prompt.
+            params: its sampling parameters.
+            cache_salt: prompts with different salts share no cache blocks.
+            work: priority and tenant.
+            structure: gives the structure of the answers from the prompt's token ids; None leaves it to params.
 
         Raises:
-            UsageError: prompt or parameters ask for what cannot be done.
+            UsageError: prompt or parameters are not valid.
             EngineDeadError: the engine has failed or is closed.
         """
         token_ids, params = await self.in_tokenizer(partial(self._encode_for, prompt, params, structure))
         grammars: Sequence[Grammar] = ()
-        if params.structured_outputs is not None:  # which may take long: nobody else waits for it
-            assert isinstance(self._core, EngineCore), "others have been refused"
+        if params.structured_outputs is not None:  # compiling may take long, and delays no other request
+            assert isinstance(self._core, EngineCore), "engines of other kinds are refused in _encode_for"
             await asyncio.wrap_future(self._core.compile(params.structured_outputs))
             grammars = self._core.walks(params)
         return await self.in_tokenizer(partial(self._prepare, token_ids, params, cache_salt, work, grammars))
@@ -196,7 +212,7 @@ class AsyncLLM:
     def _encode_for(
         self, prompt: Prompt, params: SamplingParams, structure: Structure | None
     ) -> tuple[list[int], SamplingParams]:
-        """Token ids of a prompt, and parameters that say what its answers have to be."""
+        """Token ids of a prompt, and parameters with the structure of its answers."""
         refuse_answers(self.engine)
         token_ids = self._encode(prompt)
         if structure is not None and (wanted := structure(token_ids)) is not None:
@@ -216,7 +232,7 @@ class AsyncLLM:
         return AsyncRequest(token_ids, request, buffer, self._thread.abort)
 
     def start(self, prepared: "AsyncRequest") -> None:
-        """Let a prepared request run.
+        """Starts a prepared request.
 
         Raises:
             EngineDeadError: the engine has failed or is closed.
@@ -226,7 +242,13 @@ class AsyncLLM:
     def submit(
         self, prompt: list[int], params: SamplingParams, *, cache_salt: str = "", work: WorkClass = DEFAULT_WORK
     ) -> "AsyncRequest":
-        """Prepare and start a request at once; for short prompts, since the event loop waits meanwhile.
+        """Prepares and starts a request at once; only for short prompts, since the event loop waits meanwhile.
+
+        Args:
+            prompt: the token ids.
+            params: the sampling parameters.
+            cache_salt: prompts with different salts share no cache blocks.
+            work: priority and tenant.
 
         Raises:
             UsageError, EngineDeadError: as `prepare` and `start`.
@@ -245,23 +267,26 @@ class AsyncLLM:
         priority: int = 0,
         **vllm_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """An answer while it is written, as vLLM's AsyncLLM gives it. Left early, it is aborted.
+        """Yields an answer while it is generated, like vLLM's AsyncLLM; stopping early aborts the request.
 
         Args:
             prompt: a text, token ids, messages, a TextPrompt or a TokensPrompt.
-            sampling_params: None is the model's own. Its output_kind says what is yielded each time that the answer
-                has grown: all of it so far, or what is new; or nothing until it is whole.
-            request_id: what the outputs carry; None is a number.
-            cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
-            priority: the lower, the more urgent (WorkClass).
-            vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
+            sampling_params: None means the model's defaults. Its output_kind selects what is yielded whenever the
+                answer has
+                grown: the whole answer so far, or the new part, or only the final answer.
+            request_id: the id of the outputs; None chooses a number.
+            cache_salt: prompts with different salts share no cache blocks; a prompt may have a salt of its own.
+            priority: lower values are more urgent (WorkClass).
+            vllm_options: arguments of vLLM's, such as lora_request, at values that change nothing.
 
         Raises:
-            UsageError: prompt or parameters ask for what cannot be done.
+            UsageError: prompt or parameters are not valid.
             EngineDeadError: the engine has failed or is closed.
         """
         check_call_options(vllm_options)
-        params = params_of(sampling_params, self.engine).clone()  # as it is now, before others have their turn
+        params = params_of(
+            sampling_params, self.engine
+        ).clone()  # a copy, since the caller may change them while this coroutine waits
         salt, work = salt_of(prompt, cache_salt), WorkClass(priority)
         prepared = await self.prepare(prompt, params, cache_salt=salt, work=work)
         self.start(prepared)
@@ -279,40 +304,43 @@ class AsyncLLM:
             prepared.abort()
 
     def stats(self) -> Stats:
+        """Statistics of the engine."""
         return self._thread.stats()
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be served."""
+        """True if requests can be served."""
         return self._thread.is_alive
 
     @property
     def step_s(self) -> float:
-        """Seconds since the engine's step under way began; 0 if there is none."""
+        """Seconds since the running step began; 0 without one."""
         return self._thread.step_s
 
     async def close(self) -> None:
-        """Abort what runs, and give the memory back. It waits for the step under way, and for the tokenizer."""
+        """Aborts running requests, and frees the memory. Waits for the running step and for the tokenizer."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.close)
-        await asyncio.to_thread(self._encoder.shutdown)  # before its engine is closed, whose chat template it may use
+        await asyncio.to_thread(
+            self._encoder.shutdown
+        )  # it may use the chat template of the engine, which is closed next
         await asyncio.to_thread(self._close)
-        await asyncio.sleep(0)  # what the thread said last is delivered
+        await asyncio.sleep(0)  # lets the thread's last calls be delivered
 
     def shutdown(self) -> None:
-        """As `close`, for scripts that do not await it: the event loop waits until the running step has ended."""
+        """Closes it from scripts that do not await; the event loop waits until the running step has ended."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._close()
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
-    if not loop.is_closed():  # else nobody is left to hear it
+    if not loop.is_closed():  # a closed loop has no readers
         loop.call_soon_threadsafe(call, *arguments)
 
 
 def _settle(end: asyncio.Future[None], item: Delta | EngineError) -> None:
-    """What the engine calls when it is done with a text, or with why it will not be."""
-    if end.done():  # whoever waited has left
+    """Sets the result of a text: called by the engine when the text is computed, or with its error."""
+    if end.done():  # the caller no longer waits
         return
     if isinstance(item, EngineError):
         end.set_exception(item)
@@ -325,7 +353,7 @@ def _settle(end: asyncio.Future[None], item: Delta | EngineError) -> None:
 
 
 class _DeltaBuffer:
-    """Deltas of a request that nobody has read yet. It does not know the request: that would be a reference cycle."""
+    """Unread deltas of a request. It has no reference to the request, which would be a cycle."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
@@ -333,7 +361,7 @@ class _DeltaBuffer:
         self.has_some = asyncio.Event()
 
     def put(self, item: Delta | EngineError) -> None:
-        """The request's sink: called with each delta, or with why no more will come."""
+        """The request's output sink: called with each delta, or with the error that ends the request."""
         if isinstance(item, EngineError):
             self.error = item
         else:
@@ -342,12 +370,15 @@ class _DeltaBuffer:
 
 
 class AsyncRequest:
-    """An answer as it is written: an iterator of what came since the last look, one delta a choice at most.
+    """A request: an asynchronous iterator of the deltas since the last iteration, at most one per choice.
 
-    It ends when every choice has had its finish_reason.
+    It ends once every choice has its finish_reason.
 
     Args:
-        token_ids: of the prompt.
+        token_ids: the token ids of the prompt.
+        request: the engine's request.
+        buffer: collects its deltas.
+        abort: aborts a request.
     """
 
     def __init__(
@@ -359,6 +390,7 @@ class AsyncRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
         return self.request.num_prompt_tokens
 
     @property
@@ -367,7 +399,7 @@ class AsyncRequest:
         return self.request.num_cached_tokens
 
     def abort(self) -> None:
-        """End it now; what has ended stays as it is. Its last deltas say "abort"."""
+        """Ends the request now; ended choices stay as they are, and the last deltas of others say "abort"."""
         if not self.request.finished:
             self._abort(self.request)
 
@@ -375,7 +407,7 @@ class AsyncRequest:
         return self
 
     async def __anext__(self) -> list[Delta]:
-        """Raises EngineDeadError if nothing more will come."""
+        """The new deltas. Raises EngineDeadError if no more will come."""
         if self._left == 0:
             raise StopAsyncIteration
         buffer = self._buffer

@@ -1,4 +1,4 @@
-"""What `LLM.beam_search` takes and gives, under vLLM's names."""
+"""Parameters and outputs of `LLM.beam_search`, under vLLM's names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from enginewright.runtime.sampling.sampling import SamplingParams
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """How a search is done; it is checked when it is used (SamplingParams).
+    """Parameters of a beam search, which are checked when they are used (SamplingParams).
 
     Raises:
-        UsageError: a name is none.
+        UsageError: a name is unknown.
     """
 
-    beam_width: int  # beams, and answers
-    max_tokens: int
-    ignore_eos: bool = False  # the model's end-of-text tokens do not end an answer
-    temperature: float = 0.0  # nothing is sampled: it must be 0
-    length_penalty: float = 1.0  # above 0 long answers are preferred (beam_search.py)
-    early_stopping: EarlyStopping = False  # True, False or "never" (beam_search.py)
+    beam_width: int  # number of beams, and of answers
+    max_tokens: int  # maximum number of tokens of an answer
+    ignore_eos: bool = False  # True goes on after the model's end-of-text tokens
+    temperature: float = 0.0  # must be 0, since nothing is sampled
+    length_penalty: float = 1.0  # exponent of the length in an answer's score; above 0 it favours long answers
+    early_stopping: EarlyStopping = False  # condition that ends the search: True, False or "never" (beam_search.py)
 
     def __new__(cls, *args: Any, **options: Any) -> "BeamSearchParams":
-        """Refuses names that are none; `__init__` would raise a TypeError."""
+        """Refuses unknown names with a UsageError; `__init__` would raise a TypeError."""
         require_known(options, cls.__dataclass_fields__, "beam search parameter")
         return object.__new__(cls)
 
     def sampling(self) -> SamplingParams:
-        """Raises UsageError for a value that makes no sense."""
+        """Equivalent SamplingParams. Raises UsageError for a value that is not valid."""
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -48,23 +48,28 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """An answer, with the prompt before it."""
 
-    tokens: list[int]  # of prompt and answer
-    logprobs: list[dict[int, Logprob]]  # of the answer's tokens
-    cum_logprob: float  # of all of them
-    text: str  # of prompt and answer, special tokens left out
+    tokens: list[int]  # token ids of prompt and answer
+    logprobs: list[dict[int, Logprob]]  # log-probabilities of the answer's tokens, by token id
+    cum_logprob: float  # sum of the log-probabilities of the answer's tokens
+    text: str  # text of prompt and answer, without special tokens
     finish_reason: str | None  # "stop" or "length"
-    stop_reason: int | str | None = None
+    stop_reason: int | str | None = None  # stop text or stop token that ended the answer
 
 
 @dataclass
 class BeamSearchOutput:
-    """What came of one prompt."""
+    """The answers to one prompt."""
 
-    sequences: list[BeamSearchSequence]  # best first
+    sequences: list[BeamSearchSequence]  # answers, best first
 
 
 def beam_output(output: RequestOutput, texts: Sequence[str]) -> BeamSearchOutput:
-    """texts: of prompt and answer, by choice."""
+    """Converts an output of the engine.
+
+    Args:
+        output: the output.
+        texts: texts of prompt and answer, by choice.
+    """
     return BeamSearchOutput(
         [
             BeamSearchSequence(

@@ -1,4 +1,4 @@
-"""Gathers the deltas of a request into its output."""
+"""Collects the deltas of a request into its output."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +10,14 @@ from enginewright.runtime.text.tokenizer import Tokenizer
 
 
 class Collector:
-    """Gathers the deltas of one request.
+    """Collects the deltas of one request.
 
     Args:
+        request_id: the id of the output.
         prompt: the text of the prompt, if it was given as text.
+        prompt_ids: the token ids of the prompt.
+        request: the engine's request.
+        tokenizer: the engine's tokenizer.
     """
 
     def __init__(
@@ -24,19 +28,21 @@ class Collector:
         self._pieces: list[list[str]] = [[] for _ in range(request.params.n)]
         self._logprobs = request.params.logprobs is not None
         self._outputs = [
-            CompletionOutput(index, logprobs=[] if self._logprobs else None, cumulative_logprob=self._first_sum)
+            CompletionOutput(index, logprobs=[] if self._logprobs else None, cumulative_logprob=self._initial_logprob)
             for index in range(request.params.n)
         ]
 
     @property
-    def _first_sum(self) -> float | None:
+    def _initial_logprob(self) -> float | None:
         return 0.0 if self._logprobs else None
 
     @property
     def finished(self) -> bool:
+        """True once all choices have ended."""
         return all(output.finished() for output in self._outputs)
 
     def add(self, delta: Delta) -> None:
+        """Adds a delta to its choice."""
         output = self._outputs[delta.index]
         self._pieces[delta.index].append(delta.text)
         for token in delta.tokens:
@@ -47,7 +53,7 @@ class Collector:
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
 
     def output(self) -> RequestOutput:
-        """The answer so far."""
+        """The complete output so far."""
         outputs = []
         for output, pieces in zip(self._outputs, self._pieces, strict=True):
             pieces[:] = ["".join(pieces)]
@@ -56,7 +62,7 @@ class Collector:
         return self._request_output(outputs)
 
     def latest(self, deltas: Sequence[Delta]) -> RequestOutput:
-        """What these deltas brought, a choice each; they are those that were added last."""
+        """The part of the output that the last added deltas brought, one per choice."""
         outputs = []
         for delta in deltas:
             output = self._outputs[delta.index]

@@ -1,4 +1,4 @@
-"""One thread that steps an engine: requests in through a queue, deltas out to those who wait for them."""
+"""A thread that steps an engine: requests arrive through a queue, and deltas go to their output sinks."""
 
 import logging
 import threading
@@ -18,52 +18,54 @@ from enginewright.runtime.engine import Engine
 logger = logging.getLogger(__name__)
 
 AnyRequest = Request | TextRequest
-StepOutputs = Sequence[tuple[AnyRequest, Delta]]  # of one step of the core
+StepOutputs = Sequence[tuple[AnyRequest, Delta]]  # deltas of one step of the core
 
 
 class EngineThread:
     """Steps a core as long as there is work, and sleeps otherwise.
 
-    It is the only one that keeps the core, so that `close` frees all of its memory, whatever still refers to a request.
+    Only this object refers to the core permanently, so that `close` frees all of its memory, even if requests still
+    exist.
 
     Args:
-        core: belongs to the thread from now on.
-        post: how a call reaches the thread of the readers: `loop.call_soon_threadsafe`, or None to call them from the
-            engine's thread. There is one call per step, however many requests run.
+        core: the core, which only this thread may step.
+        post: passes a call to the readers' thread: `loop.call_soon_threadsafe`, or None to call them from the engine's
+            thread. There is one call per step, for all requests together.
     """
 
     def __init__(self, core: EngineCore | EmbeddingCore, post: Callable[..., object] | None = None) -> None:
-        self._core: Any = core  # either with requests of its own; None once it is closed
-        self._last_stats = Stats()  # once it is closed
+        self._core: Any = core  # EngineCore or EmbeddingCore; None once it is closed
+        self._last_stats = Stats()  # statistics at the end
         self._post = post
         self._inbox: SimpleQueue[tuple[Callable[[AnyRequest], None], AnyRequest] | None] = (
             SimpleQueue()
-        )  # None: the end
+        )  # None ends the thread
         self._open: set[AnyRequest] = set()
-        self._lock = threading.Lock()  # between the end of the thread and requests that arrive meanwhile
+        self._lock = threading.Lock()  # orders the end of the thread and requests that arrive at the same time
         self.error: EngineDeadError | None = None
-        self._step_began: float | None = None  # of time.monotonic; None: no step is under way
+        self._step_began: float | None = None  # time.monotonic at the start of the running step; None between steps
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
+        """True until the engine has failed or is closed."""
         return self.error is None
 
     def submit(self, request: AnyRequest) -> None:
-        """Raises EngineDeadError where nothing would come of it."""
+        """Queues a request. Raises EngineDeadError if the thread has ended."""
         with self._lock:
             if self.error is not None:
                 raise self.error
             self._inbox.put((self._add, request))
 
     def abort(self, request: AnyRequest) -> None:
-        """End a request at any time, from any thread; what has ended stays as it is."""
+        """Ends a request at any time, from any thread; ended choices stay as they are."""
         self._inbox.put((self._abort, request))
 
     @property
     def core(self) -> EngineCore | EmbeddingCore:
-        """The core, for what any thread may call. To be kept for no longer than a request's preparation.
+        """The core, for calls that any thread may make. Keep it no longer than for preparing a request.
 
         Raises:
             EngineDeadError: it is closed.
@@ -74,7 +76,7 @@ class EngineThread:
         return core
 
     def stats(self) -> Stats:
-        """Requests that the thread has not taken up yet count as waiting."""
+        """Statistics of the core; requests still in the queue count as waiting."""
         core = self._core
         if core is None:
             return self._last_stats
@@ -83,12 +85,12 @@ class EngineThread:
 
     @property
     def step_s(self) -> float:
-        """Seconds since the step under way began; 0 if there is none."""
+        """Seconds since the running step began; 0 without one."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """Abort what is left, end the thread, and free the core's memory. A second call does nothing."""
+        """Aborts open requests, ends the thread, and frees the core's memory. A second call does nothing."""
         with self._lock:
             self.error = self.error or EngineDeadError("the engine is closed")
             self._inbox.put(None)
@@ -115,7 +117,7 @@ class EngineThread:
                 self._step_began = None
                 self._send(outputs)
         except BaseException as error:
-            if isinstance(error, EngineError):  # its sentences say it all
+            if isinstance(error, EngineError):  # its message says enough without a traceback
                 logger.error("the engine's thread has ended: %s", error)
             else:
                 logger.exception("the engine's thread has ended")
@@ -141,7 +143,7 @@ class EngineThread:
         self._step_began = None
         with self._lock:
             self.error = error
-            while not self._inbox.empty():  # those that came too late must hear of it, too
+            while not self._inbox.empty():  # requests that arrived too late get the error, too
                 message = self._inbox.get()
                 if message is not None:
                     self._open.add(message[1])
@@ -158,7 +160,7 @@ def _deliver(outputs: StepOutputs) -> None:
 
 
 def close_all(thread: EngineThread | None, engine: Engine | None) -> None:
-    """End a thread, and then close the engine that it uses. None: there is none, or it is another's."""
+    """Ends a thread, then closes the engine that it uses; either may be None."""
     if thread is not None:
         thread.close()
     if engine is not None:

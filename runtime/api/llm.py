@@ -65,10 +65,10 @@ Priority = int | Sequence[int] | None
 
 
 class LLM:
-    """An engine with memory to run in, and a thread that runs it.
+    """An open engine, and a thread that runs it.
 
-    Whatever is asked, from any thread, runs together in one batch in flight. Close it, or use it in `with`, to give its
-    memory back.
+    Requests from any thread are computed together in one continuous batch. Close it, or use it in `with`, to free its
+    memory.
 
     Args:
         model: an engine file, or an open engine (which stays open).
@@ -76,7 +76,7 @@ class LLM:
             enable_prefix_caching, threads, …; options of vLLM that have no effect here are noted in the log.
 
     Raises:
-        UsageError: a limit that is not known, or makes no sense.
+        UsageError: a limit is unknown, or its value is not valid.
         EngineError: the engine cannot be opened or does not fit (errors.py).
     """
 
@@ -94,7 +94,7 @@ class LLM:
         self.max_model_len, executor = core.max_model_len, core.executor
         self.memory_plan, self.isa, self.threads = executor.memory_plan, executor.isa, executor.threads
         self._thread = EngineThread(core)
-        self._close = finalize(self, close_all, self._thread, owned)  # also when it is dropped, and at exit
+        self._close = finalize(self, close_all, self._thread, owned)  # also when it is garbage-collected, and at exit
         self._request_ids = count()
 
     @property
@@ -102,18 +102,19 @@ class LLM:
         return self._thread.core
 
     def get_tokenizer(self) -> Tokenizer:
+        """Tokenizer of the engine."""
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own (generation_config.json)."""
+        """Default sampling parameters of the model (generation_config.json)."""
         return default_params(self.engine)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt in any form."""
+        """Converts a prompt in any form to token ids."""
         return encode_prompt(prompt, self.engine.tokenizer, self.max_model_len)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raises UsageError for what `generate` would refuse."""
+        """Raises UsageError for a request that `generate` would refuse."""
         self._core.request(prompt, params_of(params, self.engine), _Inbox().sink(0))
 
     def generate(
@@ -128,20 +129,23 @@ class LLM:
         priority: Priority = None,
         **vllm_options: Any,
     ) -> list[RequestOutput]:
-        """Completions of all prompts, computed together, in the prompts' order.
+        """Generates completions of all prompts, computed together.
 
         Args:
-            prompts: one or many: a text, token ids, a TextPrompt or a TokensPrompt.
-            sampling_params: for all, or one for each; None is the model's own.
-            use_tqdm: show a bar on a terminal.
-            on_progress: called as tokens come with (requests done, tokens written).
-            on_output: called as requests end with (index of the prompt, its output).
-            cache_salt: prompts share the KV cache only with those of the same salt; a prompt may have its own.
-            priority: of all, or of each (WorkClass); the lower, the more urgent, and None is 0.
-            vllm_options: arguments of vLLM's, such as lora_request, at values that ask for nothing.
+            prompts: one or several: a text, token ids, a TextPrompt or a TokensPrompt.
+            sampling_params: one for all prompts, or one for each; None means the model's defaults.
+            use_tqdm: whether to show a progress bar on a terminal.
+            on_progress: called with (number of completed requests, number of generated tokens) as tokens arrive.
+            on_output: called with (index of the prompt, its output) as requests end.
+            cache_salt: prompts with different salts share no cache blocks; a prompt may have a salt of its own.
+            priority: one for all prompts, or one for each (WorkClass); lower values are more urgent, and None is 0.
+            vllm_options: arguments of vLLM's, such as lora_request, at values that change nothing.
+
+        Returns:
+            One output per prompt, in the prompts' order.
 
         Raises:
-            UsageError: a prompt or its parameters ask for what cannot be done; nothing has been computed then.
+            UsageError: a prompt or its parameters are not valid; nothing has been computed then.
         """
         check_call_options(vllm_options)
         return self._complete(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt, priority, on_output)
@@ -160,15 +164,20 @@ class LLM:
         priority: Priority = None,
         **vllm_options: Any,
     ) -> list[RequestOutput]:
-        """Completions of conversations, through the model's chat template; otherwise as `generate`.
+        """Generates the next message of conversations through the model's chat template; otherwise like `generate`.
 
         Args:
             messages: one conversation, a list of messages with role and content; or several. A content is a text, or
-                a list of {"type": "text", "text": …}. A role is system, developer (the same), user,
-                assistant or tool.
-            add_generation_prompt: it is the model's turn; else the prompt ends with the last message.
-            chat_template_kwargs: further names that the template may use, such as enable_thinking.
-            tools: that the template shows the model, each as OpenAI's API has it. Calls are in the text.
+                a list of {"type": "text", "text": …}. A role is system, developer (the same), user, assistant or tool.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
+            add_generation_prompt: True lets the model start a message; False ends the prompt with the last message.
+            chat_template_kwargs: further variables of the template, such as enable_thinking.
+            tools: tools that the template shows to the model, in OpenAI's format. Calls are in the output's text.
+            on_progress: as in `generate`.
+            cache_salt: as in `generate`.
+            priority: as in `generate`.
+            vllm_options: as in `generate`.
         """
         check_call_options(vllm_options)
         names = {} if chat_template_kwargs is None else chat_template_kwargs
@@ -186,13 +195,20 @@ class LLM:
         cache_salt: str = "",
         **vllm_options: Any,
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers to prompts, as transformers' `generate(num_beams=…)` finds them (beam_search.py).
+        """Finds the likeliest answers to prompts, like transformers' `generate(num_beams=…)` (beam_search.py).
 
         Args:
-            prompts, use_tqdm, cache_salt, vllm_options: as `generate` has them.
+            prompts: as in `generate`.
+            params: the parameters of the search.
+            use_tqdm: as in `generate`.
+            cache_salt: as in `generate`.
+            vllm_options: as in `generate`.
+
+        Returns:
+            The answers to each prompt, in the prompts' order.
 
         Raises:
-            UsageError: a prompt or a parameter asks for what cannot be done; nothing has been computed then.
+            UsageError: a prompt or a parameter is not valid; nothing has been computed then.
         """
         check_call_options(vllm_options)
         if not isinstance(params, BeamSearchParams):
@@ -208,9 +224,14 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> "DeltaStream":
-        """One completion as it is written (n of them, if asked for). What is wrong with the request is said at once.
+        """Generates one completion (or n of them) as a stream of deltas. A request that is not valid raises at once.
 
-        A stream that nobody reads goes on; one that is dropped ends.
+        A stream that nobody reads goes on; one that is garbage-collected ends.
+
+        Args:
+            prompt: as in `generate`.
+            sampling_params: as in `generate`, but only one.
+            cache_salt: as in `generate`.
         """
         refuse_answers(self.engine)
         params = params_of(sampling_params, self.engine)
@@ -229,18 +250,21 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         **vllm_options: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """The vectors of texts, in their order, of an engine of an embedding model.
+        """Computes the vectors of texts with an embedding model.
 
         Args:
-            prompts: one or many: a text, token ids, a TextPrompt or a TokensPrompt.
-            use_tqdm: show a bar on a terminal.
-            dimensions: numbers of a vector, where the model can do with fewer.
-            prompt_name: which of the model's prompts texts begin with; None is its default, if it has one.
-            truncate_prompt_tokens: tokens that are kept of a longer text; -1 is as many as fit.
-            vllm_options: arguments of vLLM's at values that ask for nothing.
+            prompts: one or several: a text, token ids, a TextPrompt or a TokensPrompt.
+            use_tqdm: whether to show a progress bar on a terminal.
+            dimensions: the number of elements of a vector, if the model supports fewer.
+            prompt_name: the name of the model's prompt before the texts; None is its default, if it has one.
+            truncate_prompt_tokens: the number of tokens that are kept of a longer text; -1 is as many as fit.
+            vllm_options: arguments of vLLM's at values that change nothing.
+
+        Returns:
+            One output per text, in their order.
 
         Raises:
-            UsageError: the engine gives no vectors, or what is asked for cannot be done; nothing was computed then.
+            UsageError: the engine gives no vectors, or an argument is not valid; nothing has been computed then.
             EngineError: the model's numbers are not finite.
         """
         check_call_options(vllm_options)
@@ -264,10 +288,17 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         **vllm_options: Any,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together: what a cross-encoder says, or the cosine of their vectors.
+        """Computes the similarity of texts: the score of a cross-encoder, or the cosine of their vectors.
 
         Args:
-            text_1: one text, which is compared with each of text_2, or as many as these.
+            text_1: one text, which is compared with each of text_2, or as many texts as these.
+            text_2: one text, or several.
+            use_tqdm: as in `embed`.
+            truncate_prompt_tokens: as in `embed`.
+            vllm_options: as in `embed`.
+
+        Returns:
+            One output per pair, in their order.
 
         Raises:
             UsageError, EngineError: as `embed`.
@@ -282,7 +313,7 @@ class LLM:
         ]
 
     def _rows(self, texts: Sequence[TextTokens], use_tqdm: bool) -> list[Vector]:
-        """What the engine gives for texts, in their order."""
+        """Rows that the engine computes for texts, in their order."""
         inbox = _Inbox()
         assert isinstance(self._core, EmbeddingCore)
         requests = [self._core.text(text, inbox.sink(index)) for index, text in enumerate(texts)]
@@ -305,10 +336,11 @@ class LLM:
         return [request.vector for request in requests if request.vector is not None]
 
     def stats(self) -> Stats:
+        """Statistics of the engine."""
         return self._thread.stats()
 
     def close(self) -> None:
-        """End what runs, and give the memory back."""
+        """Aborts running requests, and frees the memory."""
         self._close()
 
     def __enter__(self) -> "LLM":
@@ -373,7 +405,13 @@ class LLM:
 
 
 class DeltaStream:
-    """Deltas of one request, as they come. Dropped or closed before its end, it aborts the request."""
+    """Iterator over the deltas of one request; closed or garbage-collected early, it aborts the request.
+
+    Args:
+        inbox: receives the deltas.
+        num_choices: the number of choices of the request.
+        abort: aborts the request.
+    """
 
     def __init__(self, inbox: "_Inbox", num_choices: int, abort: Callable[[], None]) -> None:
         self._inbox, self._left, self._abort = inbox, num_choices, abort
@@ -389,10 +427,11 @@ class DeltaStream:
         return delta
 
     def abort(self) -> None:
-        """End it early, from any thread or a signal handler: what has come can be read, and its last delta says so."""
+        """Ends the request early, from any thread or a signal handler; its last delta then says so."""
         self._abort()
 
     def close(self) -> None:
+        """Aborts the request if it has not ended."""
         if self._left:
             self._left = 0
             self._abort()
@@ -408,11 +447,11 @@ class _Inbox:
         self._queue: SimpleQueue[tuple[int, Delta | EngineError]] = SimpleQueue()
 
     def sink(self, index: int) -> OutputSink:
-        """Where the engine's thread puts the deltas of one request, with its index."""
+        """Output sink of the request with this index."""
         return lambda item: self._queue.put((index, item))
 
     def get(self) -> tuple[int, Delta]:
-        """The next delta and the index of its request. Raises EngineDeadError if none will come."""
+        """The next delta and the index of its request. Raises EngineDeadError if no more will come."""
         index, item = self._queue.get()
         if isinstance(item, EngineError):
             raise item
@@ -420,7 +459,7 @@ class _Inbox:
 
 
 def _works(priority: Priority, count: int) -> list[WorkClass]:
-    """Of each prompt."""
+    """Priorities of the prompts."""
     if not isinstance(priority, list | tuple):
         return [WorkClass(0 if priority is None else priority)] * count  # type: ignore[arg-type]
     if len(priority) != count:
@@ -429,11 +468,11 @@ def _works(priority: Priority, count: int) -> list[WorkClass]:
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a list of one."""
+    """List of prompts from one prompt or several."""
     if isinstance(prompts, str | Mapping | Conversation):
         return [prompts]
     if not is_list(prompts):
-        raise UsageError(f"the prompts are {shorten(prompts)}", "a text, token ids, or a list of prompts is wanted")
+        raise UsageError(f"the prompts are {shorten(prompts)}", "they must be a text, token ids, or a list of prompts")
     if len(prompts) > 0 and all(isinstance(one, Integral) for one in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -1,14 +1,14 @@
-"""How far a batch of requests is: a bar on a terminal, and elsewhere one line at the end."""
+"""Shows the progress of a batch of requests: a bar on a terminal, and otherwise one line at the end."""
 
 import sys
 from typing import Any
 
 
 class ProgressBar:
-    """Shows how many requests are done.
+    """Shows the number of completed requests.
 
     Args:
-        total: number of requests.
+        total: the number of requests.
     """
 
     def __init__(self, total: int) -> None:
@@ -26,6 +26,7 @@ class ProgressBar:
         return self
 
     def update(self, done: int, tokens: int) -> None:
+        """Shows the number of completed requests, and of generated tokens."""
         more, self._done, self._tokens = done - self._done, done, tokens
         if self._bar is not None:
             self._bar.update(more)

@@ -1,4 +1,4 @@
-"""Options of vLLM that have no effect here: scripts written for vLLM pass them, mostly to say what is so anyway.
+"""Options of vLLM that have no effect here; scripts written for vLLM pass them, mostly to ask for the default.
 
 Each is accepted at values that cannot change an answer, and refused at others.
 """
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Option:
-    """An option that has no effect."""
+    """An option without effect."""
 
-    why: str  # what is so, whatever the option says
-    is_harmless: Callable[[Any], bool]  # whether a value asks for nothing else
+    why: str  # reason why the option has no effect
+    is_harmless: Callable[[Any], bool]  # returns True for a value that changes nothing
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
-    """1 is not True."""
+    """Checks for one of several values of the same type, so that 1 is not True."""
     return lambda given: any(type(given) is type(value) and given == value for value in values)
 
 
@@ -76,7 +76,7 @@ _ENGINE_OPTIONS: Mapping[str, _Option] = {
     "hf_overrides": _Option(_ONE_FILE, _NOTHING),
     "hf_token": _Option("nothing is downloaded", _or_none(lambda given: isinstance(given, str | bool))),
     "kv_cache_dtype": _Option(_FORMAT, _one_of("auto")),
-    "limit_mm_per_prompt": _Option("models read text alone", _or_none(_settings)),
+    "limit_mm_per_prompt": _Option("models read only text", _or_none(_settings)),
     "load_format": _Option(_ONE_FILE, _one_of("auto")),
     "max_logprobs": _Option("a request may ask for 20 log-probabilities a token", _number(0, 20)),
     "max_seq_len_to_capture": _Option(_KERNELS, _or_none(_number(0))),
@@ -85,12 +85,12 @@ _ENGINE_OPTIONS: Mapping[str, _Option] = {
     "revision": _Option(_ONE_FILE, _NOTHING),
     "runner": _Option("an engine is of one kind of model", _one_of("auto", "generate", "pooling")),
     "seed": _Option(
-        "SamplingParams(seed=…) repeats an answer, and requests without a seed draw a new one each",
+        "SamplingParams(seed=…) repeats an answer, and requests without a seed get a random one each",
         _or_none(_number(-(2.0**63), 2.0**64)),
     ),
     "served_model_name": _Option("the name of a model is its engine file", _or_none(_text)),
     "skip_tokenizer_init": _Option("the tokenizer is in the engine file", _NOTHING),
-    "speculative_config": _Option("speculate and speculate_tokens say how tokens are guessed", _NOTHING),
+    "speculative_config": _Option("speculate and speculate_tokens configure speculative decoding", _NOTHING),
     "swap_space": _Option("sequences that are preempted are computed again", _number(0)),
     "task": _Option("an engine is of one kind of model", _one_of("auto", "generate", "embed", "score")),
     "tensor_parallel_size": _Option(_ONE_DEVICE, _one_of(1)),
@@ -100,7 +100,7 @@ _ENGINE_OPTIONS: Mapping[str, _Option] = {
     "trust_remote_code": _Option("an engine file holds no code of the model's", _FLAG),
 }
 
-# Keyword arguments of generate and chat. At these values they are silent: none of them says that something is wanted.
+# Keyword arguments of generate and chat. Accepted values are not logged, since none of them asks for anything.
 _CALL_OPTIONS: Mapping[str, _Option] = {
     "concurrency_limit": _Option("as many run at once as max_num_seqs allows", _or_none(_number(1))),
     "chat_template": _Option("a conversation is shown by the engine's own template", _NOTHING),
@@ -108,7 +108,7 @@ _CALL_OPTIONS: Mapping[str, _Option] = {
     "continue_final_message": _Option("an answer is a message of its own", _NOTHING),
     "data_parallel_rank": _Option(_ONE_DEVICE, _one_of(None, 0)),
     "lora_request": _Option("adapters are not implemented", _NOTHING),
-    "mm_processor_kwargs": _Option("models read text alone", _NOTHING),
+    "mm_processor_kwargs": _Option("models read only text", _NOTHING),
     "prompt_adapter_request": _Option("adapters are not implemented", _NOTHING),
     "tokenization_kwargs": _Option("prompts are tokenized as the model was trained to see them", _NOTHING),
     "tools": _Option("tools are for chat, whose template shows them", _one_of(None, [], ())),
@@ -117,14 +117,14 @@ _CALL_OPTIONS: Mapping[str, _Option] = {
 
 
 def without_engine_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Keyword arguments of an engine but for those that have no effect, of which each is noted in the log.
+    """Removes keyword arguments that have no effect, and notes each of them in the log.
 
     Args:
-        options: names and values, as a script gave them.
-        known: names of those that have an effect.
+        options: values by name, as a script passed them.
+        known: the names of those that have an effect.
 
     Raises:
-        UsageError: a name is in neither list, or asks for what is not implemented.
+        UsageError: a name is unknown, or its value is not implemented.
     """
     for name, value in options.items():
         if name in known:
@@ -139,7 +139,7 @@ def without_engine_options(options: Mapping[str, Any], known: Collection[str]) -
 
 
 def check_call_options(options: Mapping[str, Any]) -> None:
-    """Raises UsageError for a keyword argument of `generate` or `chat` that is unknown or asks for something."""
+    """Raises UsageError for a keyword argument of `generate` or `chat` that is unknown or has an effect."""
     for name, value in options.items():
         if name not in _CALL_OPTIONS:
             raise UsageError(f"there is no argument called {name}", fix="SamplingParams takes sampling parameters.")
@@ -152,12 +152,12 @@ def _check(name: str, value: Any, option: _Option) -> None:
 
 
 def runtime_config(**limits: Any) -> RuntimeConfig:
-    """RuntimeConfig of keyword arguments that somebody wrote: a number may be a text such as "1g", None is the default.
+    """Creates a RuntimeConfig from keyword arguments; a number may be a text such as "1g", and None is the default.
 
-    Options of vLLM that have no effect here may be among them (vllm_options.py).
+    Options of vLLM that have no effect here are accepted as well.
 
     Raises:
-        UsageError: a name is none, or a value makes no sense.
+        UsageError: a name is unknown, or a value is not valid.
     """
     options = without_engine_options(limits, RuntimeConfig.__dataclass_fields__)
     given = {name: value for name, value in options.items() if value is not None}
