@@ -247,7 +247,7 @@ def test_a_full_disk_keeps_the_answers_before_it(llm: LLM, tmp_path: Path, capfd
             run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "[2 of 4 answers are in" in (said := capfd.readouterr().err) and "--resume goes on" in said
+    assert "[2 of 4 answers are in" in (said := capfd.readouterr().err) and "--resume computes" in said
     kept = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert without_times(kept) == without_times(expected[:2])
     assert without_times(answers(llm, tmp_path, lines, resume=True)) == without_times(expected)

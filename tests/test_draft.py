@@ -263,7 +263,7 @@ def test_doctor_counts_the_draft_that_guesses(built: dict[str, BuildReport]) -> 
     facts = with_draft["engine"]
     assert (facts["arena_bytes"], facts["kv_cache_bytes"]) == (own.arena_bytes, own.kv_bytes)
     assert facts["draft"] == {"arena_bytes": its.arena_bytes, "kv_cache_bytes": its.kv_bytes}
-    assert "KV cache for what guesses (draft)" in doctor.describe(with_draft)
+    assert "KV cache for the draft model (draft)" in doctor.describe(with_draft)
     assert without["engine"]["draft"] is None and without["engine"]["kv_cache_bytes"] > own.kv_bytes
     assert "guesses" not in doctor.describe(without)
     (problem,) = examine(built["target"].path, runtime_config(**limits, speculate="draft"))["problems"]

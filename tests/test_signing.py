@@ -151,7 +151,8 @@ def test_a_signed_engine_may_have_another_name(folder: Path) -> None:
         options = ("--key", folder / "mine.pub", "--signature", folder / "signature")
         assert verified(folder / name, *options)["signature"].startswith("right")
     assert "signature" not in verified(folder / "y.engine")
-    assert "nobody is trusted" in refused(2, "verify", folder / "y.engine", "--signature", folder / "signature")
+    said = refused(2, "verify", folder / "y.engine", "--signature", folder / "signature")
+    assert "no trusted signer is named" in said
 
 
 @pytest.mark.parametrize("curve", [ec.SECP384R1(), ec.SECP521R1()], ids=lambda curve: curve.name)
@@ -197,7 +198,7 @@ def test_an_engine_that_was_changed_or_exchanged(folder: Path) -> None:
     (folder / "other.engine").replace(engine)
     assert "hashes" in verified(engine), "nobody is trusted, and it is a whole engine"
     said = refused(8, "verify", engine, "--key", folder / "mine.pub")
-    assert "it is not the file that" in said and "x.engine.sig was made of" in said
+    assert "it is not the file that" in said and "x.engine.sig was made for" in said
 
 
 def resigned(data: bytes, path: Path) -> bytes:
@@ -220,7 +221,7 @@ def resigned(data: bytes, path: Path) -> bytes:
         (lambda data, path: b"[" * 100_000, "is no Sigstore bundle"),
         (lambda data, path: b"[]", "is no Sigstore bundle"),
         (lambda data, path: b"\xff" * 9, "is no Sigstore bundle"),
-        (lambda data, path: b'{"verificationMaterial": {}}', "nobody that is known"),
+        (lambda data, path: b'{"verificationMaterial": {}}', "an unknown kind of signer"),
         (lambda data, path: b'{"verificationMaterial": {"publicKey": {}}}', "or was altered"),
         (lambda data, path: b'{"verificationMaterial": {"publicKey": {}}, "dsseEnvelope": {"payload": 3}}', "altered"),
         (resigned, "or was altered"),
@@ -288,7 +289,7 @@ def test_options_that_do_not_fit(folder: Path) -> None:
     assert "--key and --identity name several" in refused(2, "verify", engine, *key, *GITHUB)
     assert "belong together" in refused(2, "verify", engine, *GITHUB[:2])
     run("sign", engine, "--key", folder / "mine.pem")
-    assert "Name whom you trust with --key" in refused(8, "verify", engine, *GITHUB)
+    assert "Name the signer that you trust with --key" in refused(8, "verify", engine, *GITHUB)
 
 
 def test_nothing_is_run_before_its_signature_is_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

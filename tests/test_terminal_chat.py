@@ -81,7 +81,7 @@ def test_what_the_model_thinks_is_not_on_stdout() -> None:
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        ("", ("--no-thinking",), "engine: --no-thinking has no effect: the model's chat template knows no"),
+        ("", ("--no-thinking",), "engine: --no-thinking has no effect: the model's chat template has no variable"),
         ("/frob\n", (), "engine: there is no command /frob\n/help lists those that there are.\n"),
         ("word " * 5000, (), "engine: the prompt has "),
         ("", ("--temperature", "-1"), "engine: temperature must be between 0 and 1000"),
@@ -95,7 +95,7 @@ def test_what_is_refused_is_2(lines: str, options: tuple[str, ...], message: str
 
 def test_thinking_on_and_off_is_refused() -> None:
     done = chat("", "--no-thinking", "--chat-template-kwargs", '{"enable_thinking": true}', kind="thinks")
-    assert done.exit_code == 2 and "say different things of enable_thinking" in done.stderr
+    assert done.exit_code == 2 and "set different values of enable_thinking" in done.stderr
 
 
 def test_the_oldest_turns_are_forgotten_where_the_context_is_full() -> None:
@@ -104,8 +104,8 @@ def test_the_oldest_turns_are_forgotten_where_the_context_is_full() -> None:
     done = chat(f"{long}\n" * 5 + "/help\n", "--max-tokens", "1", "--max-model-len", "1024")
     assert done.exit_code == 0 and len(done.stdout.splitlines()) == 5
     assert done.stderr.count("the context is full") == 1
-    assert "[the context is full: the oldest 4 messages are forgotten]\n" in done.stderr
-    assert "/system TEXT  another" in done.stderr
+    assert "[the context is full: the oldest 4 messages are dropped]\n" in done.stderr
+    assert "/system TEXT  set" in done.stderr
 
 
 def test_an_answer_that_fills_the_context_says_so() -> None:

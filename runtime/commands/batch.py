@@ -1,14 +1,14 @@
-"""`engine generate --input`: a file of requests in, a file of answers out, in the same order.
+"""`engine generate --input`: answers a file of requests in a file of answers, in the same order.
 
-Each answer is written as soon as those before it are. A run that ends early keeps all the answers that it has, and
-`resume` goes on with the others.
+Each answer is written as soon as the answers before it are written. A run that ends early keeps its answers, and
+`resume` continues with the other requests.
 
 A line has one of two forms:
 
     {"prompt": text} or {"messages": [{"role": …, "content": …}, …]}, with an "id" of any kind, and sampling options
         (SamplingParams) that differ from those of the command line. The answer repeats the id and the prompt.
-    {"custom_id": …, "method": "POST", "url": …, "body": {…}}: OpenAI's batch form. The body is read, and answered,
-        as `engine run` does it.
+    {"custom_id": …, "method": "POST", "url": …, "body": {…}}: OpenAI's batch format. The body is read and answered
+        like a request to `engine run`.
 """
 
 import sys
@@ -45,7 +45,7 @@ URLS: Mapping[str, tuple[Known, type[Form]]] = {
     "/v1/completions": (COMPLETION_KEYS, CompletionForm),
 }
 _OPTIONS = frozenset(SamplingParams.__dataclass_fields__)
-_FORMS: Mapping[str, Any] = {
+_OPTION_TYPES: Mapping[str, Any] = {
     "stop": tuple[str, ...],
     "stop_token_ids": tuple[int, ...],
     "logit_bias": dict[int, float],
@@ -54,41 +54,41 @@ _FORMS: Mapping[str, Any] = {
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """A line of our own form."""
+    """A line of our own format."""
 
-    line: int  # its number in the file
-    prompt: str | list[dict[str, str]]  # a text, or messages
+    line: int  # number of the line in the file
+    prompt: str | list[dict[str, str]]  # text, or messages
     options: dict[str, Any]  # fields of SamplingParams
-    id: Any = None  # what the answer carries
+    id: Any = None  # id that the answer repeats
 
 
 class OpenAIBatchRequest(msgspec.Struct, frozen=True):
-    """A line of OpenAI's batch form."""
+    """A line of OpenAI's batch format."""
 
-    line: int  # its number in the file
-    custom_id: str  # what the answer carries
+    line: int  # number of the line in the file
+    custom_id: str  # id that the answer repeats
     url: str  # one of URLS
-    body: bytes  # JSON, not yet checked
+    body: bytes  # body as JSON, not checked yet
 
 
 class _OpenAILine(msgspec.Struct, forbid_unknown_fields=True):
-    custom_id: str
-    method: str
-    url: str
-    body: msgspec.Raw
+    custom_id: str  # id that the answer repeats
+    method: str  # HTTP method, always POST
+    url: str  # path of the API
+    body: msgspec.Raw  # body as JSON
 
 
 class _Work(msgspec.Struct):
-    """What one line asks of the engine, and how its answers become lines of the output."""
+    """A prepared request, with all that is needed to write its answer."""
 
-    request: BatchRequest | OpenAIBatchRequest
-    prompts: list[list[int]]  # token ids; empty if it was refused
-    params: SamplingParams | None = None  # of all its prompts
-    form: Form | None = None  # of a request of OpenAI's form
-    error: ApiError | None = None  # why a request of OpenAI's form was refused
-    body: Body | None = None  # likewise
-    given: list[Prompt] = []  # its prompts
-    priority: int = 0  # of these
+    request: BatchRequest | OpenAIBatchRequest  # line of the input
+    prompts: list[list[int]]  # token ids of its prompts; empty if the request was refused
+    params: SamplingParams | None = None  # sampling parameters of all its prompts
+    form: Form | None = None  # response format of a request in OpenAI's format
+    error: ApiError | None = None  # error of a refused request in OpenAI's format
+    body: Body | None = None  # body of a request in OpenAI's format
+    given: list[Prompt] = []  # prompts as they were given
+    priority: int = 0  # priority of the prompts
 
     @property
     def key(self) -> AnswerKey | None:
@@ -96,16 +96,20 @@ class _Work(msgspec.Struct):
 
     @property
     def num_lines(self) -> int:
-        """The number of lines of the output that answer it."""
+        """Number of output lines that answer the request."""
         return 1 if self.params is None or isinstance(self.request, OpenAIBatchRequest) else self.params.n
 
 
 def read_requests(path: Path) -> list[BatchRequest | OpenAIBatchRequest]:
-    """Raises UsageError, with the number of the line, for what is no request, or has the id of an earlier one."""
+    """Reads a file of requests.
+
+    Raises:
+        UsageError: a line is no request, or has the id of an earlier one; the message has the number of the line.
+    """
     requests: list[BatchRequest | OpenAIBatchRequest] = []
     lines_by_key: dict[AnswerKey, int] = {}
     for number, line in read_lines(path):
-        with _naming(path, number):
+        with _line_errors(path, number):
             request = _request(line, number)
         key = _key(request)
         if key is not None and (earlier := lines_by_key.setdefault(key, number)) != number:
@@ -118,7 +122,7 @@ def read_requests(path: Path) -> list[BatchRequest | OpenAIBatchRequest]:
 
 
 @contextmanager
-def _naming(path: Path, number: int) -> Iterator[None]:
+def _line_errors(path: Path, number: int) -> Iterator[None]:
     try:
         yield
     except (UsageError, msgspec.MsgspecError, RecursionError) as error:
@@ -143,7 +147,7 @@ def _request(line: bytes, number: int) -> BatchRequest | OpenAIBatchRequest:
     else:
         given = msgspec.convert(messages, type=list[dict[str, str]])
     options = {name: value for name, value in fields.items() if value is not None}
-    for name, form in _FORMS.items():
+    for name, form in _OPTION_TYPES.items():
         if name in options:
             value = [options[name]] if name == "stop" and isinstance(options[name], str) else options[name]
             options[name] = msgspec.convert(value, type=form, str_keys=True)
@@ -155,29 +159,32 @@ def _openai_request(line: bytes, number: int) -> OpenAIBatchRequest:
     if fields.method != "POST":
         raise UsageError(f'"method" is {fields.method!r}', "requests of a batch are sent with POST")
     if fields.url not in URLS:
-        raise UsageError(f'"url" is {fields.url!r}', f"a batch can ask {' and '.join(URLS)}")
+        raise UsageError(f'"url" is {fields.url!r}', f"a batch can use {' and '.join(URLS)}")
     return OpenAIBatchRequest(number, fields.custom_id, fields.url, bytes(fields.body))
 
 
 def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, Any], *, resume: bool = False) -> None:
-    """Answer every line of `source` in a line of `output`, or of stdout.
+    """Answers every line of `source` in a line of `output`, or of stdout.
 
-    A body of OpenAI's form that is refused is answered with the error that the server would give. Whatever else is
-    wrong in the file, or with the output, is said before anything is computed.
+    A body in OpenAI's format that is refused is answered with the error that the server would send. Any other error in
+    the file or the output is raised before anything is computed.
 
     Args:
-        common: sampling options for what a line does not say; None stands for the model's own.
-        resume: keep the answers that `output` has, and append those that are missing.
+        llm: the engine.
+        source: the file of requests.
+        output: the file of answers; None is stdout.
+        common: sampling options for lines without their own; None means the model's default.
+        resume: whether to keep the answers in `output`, and append the missing ones.
 
     Raises:
-        UsageError: a line cannot be answered; the message has its number. Or the output is none.
+        UsageError: a line cannot be answered, with its number in the message; or the output is not valid.
         EngineError: the output cannot be written, or no request was answered.
     """
     requests = read_requests(source)
     _check_output(llm, source, output, requests, resume)
     work = []
     for request in requests:
-        with _naming(source, request.line):
+        with _line_errors(source, request.line):
             if isinstance(request, OpenAIBatchRequest):
                 work.append(_prepare_openai(llm, request, common))
             else:
@@ -188,7 +195,7 @@ def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, 
         work = [one for one in work if one.key not in kept]
         num_kept = len(kept)
     can_resume = output is not None and all(one.key is not None for one in work)
-    note = ": --resume goes on with the others" if can_resume else ""
+    note = ": --resume computes the others" if can_resume else ""
     with AnswerWriter(output, len(requests), num_kept, resume=resume, note=note) as writer:
         failed = _answer(llm, work, writer)
     if failed == len(requests):
@@ -204,7 +211,7 @@ def _check_output(
     requests: Sequence[BatchRequest | OpenAIBatchRequest],
     resume: bool,
 ) -> None:
-    """Raises UsageError for an output that cannot be written, or that an earlier run cannot have written."""
+    """Raises UsageError for an output that cannot be written, or that no earlier run can have written."""
     if output is not None:
         require_writable(output, in_place=True)
         for read in (source, llm.engine.file.path):
@@ -213,34 +220,36 @@ def _check_output(
     if not resume:
         return
     if output is None or not is_regular(output):
-        raise UsageError("--resume needs a file", "it goes on where an earlier run has stopped", "Name it with -o.")
+        raise UsageError("--resume needs a file", "it continues an earlier run", "Name it with -o.")
     for request in requests:
         if _key(request) is None:
-            why = "it has no id, by which --resume would find its answer"
+            why = "it has no id, which --resume needs to find its answer"
             raise UsageError(f"{source}, line {request.line}", why, 'Give each line an "id".')
 
 
 def _answer(llm: LLM, work: Sequence[_Work], writer: AnswerWriter) -> int:
-    """Have all requests answered, and their answers written; returns the number of those that are errors."""
-    owners = [(index, place) for index, one in enumerate(work) for place in range(len(one.prompts))]
-    results: list[dict[int, RequestOutput]] = [{} for _ in work]  # by the place of the prompt in its request
+    """Computes and writes all answers; returns the number of errors among them."""
+    owners = [
+        (index, index_in_request) for index, one in enumerate(work) for index_in_request in range(len(one.prompts))
+    ]
+    results: list[dict[int, RequestOutput]] = [{} for _ in work]  # outputs by the index of the prompt in its request
     failed = 0
 
     def write(index: int) -> None:
         nonlocal failed
         one, outputs = work[index], [output for _, output in sorted(results[index].items())]
         if isinstance(one.request, OpenAIBatchRequest):
-            status, body = _openai_answer(llm, one, outputs)
+            status, body = _openai_response(llm, one, outputs)
             failed += status != 200
             lines = [_openai_line(one.request, status, body)]
         else:
-            lines = [msgspec.json.encode(_repeated(one.request) | choice) for choice in to_dicts(outputs[0])]
+            lines = [msgspec.json.encode(_echoed(one.request) | choice) for choice in to_dicts(outputs[0])]
         writer.add(index, b"".join(line + b"\n" for line in lines))
         results[index].clear()
 
-    def take(prompt: int, output: RequestOutput) -> None:
-        index, place = owners[prompt]
-        results[index][place] = output
+    def collect(prompt: int, output: RequestOutput) -> None:
+        index, index_in_request = owners[prompt]
+        results[index][index_in_request] = output
         if len(results[index]) == len(work[index].prompts):
             write(index)
 
@@ -250,7 +259,7 @@ def _answer(llm: LLM, work: Sequence[_Work], writer: AnswerWriter) -> int:
     params = [one.params for one in work for _ in one.prompts if one.params is not None]
     priorities = [one.priority for one in work for _ in one.prompts]
     prompts = [ids for one in work for ids in one.prompts]
-    llm.generate(prompts, params, use_tqdm=True, on_output=take, priority=priorities)
+    llm.generate(prompts, params, use_tqdm=True, on_output=collect, priority=priorities)
     return failed
 
 
@@ -262,7 +271,7 @@ def _prepare(llm: LLM, request: BatchRequest, common: Mapping[str, Any]) -> _Wor
 
 
 def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, Any]) -> _Work:
-    """Read a body as a server with strict keys does; options of the command line stand for what it leaves out."""
+    """Reads a body like a server with strict keys; options of the command line replace missing ones."""
     known, form_type = URLS[request.url]
     try:
         unused = UnusedKeys(is_strict=True)
@@ -279,7 +288,7 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
         params, include = default_params(llm.engine, **{**common, **given}), body.include()
         given_prompts = body.prompts()
         prompts = [_encode(llm, prompt) for prompt in given_prompts]
-        # A chat has one prompt, and what a completion has to be does not depend on its own.
+        # A chat has one prompt, and the structure of a text completion does not depend on its prompt.
         params = replace(params, structured_outputs=body.structure(llm.engine.tokenizer, prompts[0]))
         for ids in prompts:
             llm.check(ids, params)
@@ -308,8 +317,8 @@ def _encode(llm: LLM, prompt: Prompt) -> list[int]:
         raise ApiError(400, why, param="messages") from error
 
 
-def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> tuple[int, bytes]:
-    """Status and body of what the server would answer."""
+def _openai_response(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> tuple[int, bytes]:
+    """HTTP status and body of the response that the server would send."""
     error = work.error
     outputs = [output for result in results for output in result.outputs]
     failed = [output for output in outputs if output.finish_reason == "error"]
@@ -337,7 +346,7 @@ def _openai_answer(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> t
 
 
 def _choice(index: int, output: CompletionOutput, prompt: PromptPart, parser: Parser | None) -> Choice:
-    """A finished answer in the form that the server keeps of one that it sends whole."""
+    """A finished answer in the server's own form."""
     tokens = list(map(SampledToken, output.token_ids))
     if output.logprobs is not None:
         tokens = list(map(_sampled, output.token_ids, output.logprobs))
@@ -354,7 +363,7 @@ def _choice(index: int, output: CompletionOutput, prompt: PromptPart, parser: Pa
 
 
 def _sampled(token: int, named: Mapping[int, Logprob]) -> SampledToken:
-    """A token with its log-probabilities, as the engine gives it."""
+    """A token with its log-probabilities, in the engine's own form."""
     top = tuple((one, entry.logprob) for one, entry in named.items() if entry.rank is not None)
     return SampledToken(token, named[token].logprob, top)
 
@@ -372,7 +381,7 @@ def _key(request: BatchRequest | OpenAIBatchRequest) -> AnswerKey | None:
     return answer_key({"id": request.id})
 
 
-def _repeated(request: BatchRequest) -> dict[str, Any]:
-    """What an answer repeats of its request."""
+def _echoed(request: BatchRequest) -> dict[str, Any]:
+    """Keys of the request that its answer repeats."""
     echoed = {"prompt" if isinstance(request.prompt, str) else "messages": request.prompt}
     return echoed if request.id is None else {"id": request.id, **echoed}

@@ -1,4 +1,4 @@
-"""Answers to a batch as lines of its output: written in the order of their requests, and kept by a run that resumes."""
+"""Writes the answers of a batch in the order of their requests, and finds those of an earlier run that is resumed."""
 
 import json
 import sys
@@ -14,12 +14,19 @@ import msgspec
 from enginewright.errors import EngineError, UsageError
 from enginewright.output_file import is_regular, open_in_place, write_all
 
-AnswerKey = tuple[str, str]  # the name of the field that has a request's id, and the id as JSON
+AnswerKey = tuple[str, str]  # name of the field with a request's id, and the id as JSON
 FRESH = "Name the output of the same requests, or leave --resume out to replace it."
 
 
 def answer_key(fields: Mapping[str, Any]) -> AnswerKey | None:
-    """The id of a request, or of the request that a line of answers belongs to; None: it has none."""
+    """The id of a request, or of the request that a line of answers belongs to.
+
+    Args:
+        fields: the keys of the line.
+
+    Returns:
+        Name and value of the id; None if there is none.
+    """
     for name in ("custom_id", "id"):
         if fields.get(name) is not None:
             return name, json.dumps(fields[name], sort_keys=True)
@@ -29,15 +36,15 @@ def answer_key(fields: Mapping[str, Any]) -> AnswerKey | None:
 class AnswerWriter:
     """Writes answers in the order of their requests, each as soon as those before it are written.
 
-    Use it in `with`. Where that ends early, by whatever error, the answers that wait for earlier ones are written as
-    well, and a line that is half written is cut off.
+    Use it in `with`. If that ends early, by any error, answers that wait for earlier ones are written as well, and a
+    half-written line is cut off.
 
     Args:
-        path: None is stdout.
-        count: number of answers of the whole batch.
-        num_kept: of these, the number that an earlier run has written.
-        resume: append to what the file has.
-        note: added to what is said of an early end, where the answers are in a regular file.
+        path: the output file; None is stdout.
+        count: the number of answers of the whole batch.
+        num_kept: the number of these that an earlier run has written.
+        resume: whether to append to the file.
+        note: text for the message about an early end, if the answers are in a regular file.
     """
 
     def __init__(
@@ -51,17 +58,18 @@ class AnswerWriter:
             with self._writing():
                 self._can_cut = is_regular(path)
                 self._stream = open_in_place(path, keep=resume)
-        # Where each written answer ends, after where the first one begins. A signal may end the work between any two
-        # instructions: this list alone says what is written.
+        # Offset of the first answer, and the end of each written answer. A signal may end the work between any two
+        # instructions, so only this list decides what counts as written.
         self._ends = [self._stream.seek(0, 2) if resume else 0]
-        self._is_whole = True  # no line is half written
+        self._ends_with_line = True  # False while a line is half written
         self._waiting: dict[int, bytes] = {}
 
     def add(self, index: int, lines: bytes) -> None:
-        """Take the answer to a request.
+        """Adds the answer to a request.
 
         Args:
-            index: the place of the request among those that this run answers.
+            index: the index of the request in this run.
+            lines: the lines of the answer.
         """
         self._waiting[index] = lines
         while (following := len(self._ends) - 1) in self._waiting:
@@ -98,25 +106,25 @@ class AnswerWriter:
             self._cut_half_line()
 
     def _cut_half_line(self) -> bool:
-        """True if the output ends with a whole line now."""
-        if not self._is_whole and self._can_cut:
+        """Cuts off a half-written line; returns True if the output now ends with a complete line."""
+        if not self._ends_with_line and self._can_cut:
             with self._writing():
                 self._stream.truncate(self._ends[-1])
                 self._stream.seek(self._ends[-1])
-            self._is_whole = True
-        return self._is_whole
+            self._ends_with_line = True
+        return self._ends_with_line
 
     def _write(self, lines: bytes) -> None:
-        self._is_whole = False
+        self._ends_with_line = False
         with self._writing():
             write_all(self._stream, lines)
             self._stream.flush()
         self._ends.append(self._ends[-1] + len(lines))
-        self._is_whole = True
+        self._ends_with_line = True
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """The system's errors as ours, but for a stdout that nobody reads: that ends the command as it ends others."""
+        """Converts OS errors, except for a closed stdout, which ends this command as it ends others."""
         try:
             yield
         except OSError as error:
@@ -126,17 +134,21 @@ class AnswerWriter:
 
 
 def keep_answers(path: Path, num_lines: Mapping[AnswerKey, int]) -> set[AnswerKey]:
-    """Find the requests that an earlier run has answered, and cut off what it has left of one more.
+    """Finds the requests that an earlier run has answered, and cuts off an incomplete answer.
 
     Args:
-        num_lines: number of lines that answer each request.
+        path: the output of the earlier run.
+        num_lines: the number of lines that answer each request.
+
+    Returns:
+        The ids of the answered requests.
 
     Raises:
-        UsageError: a line is no answer to any of these, or the file cannot be read or cut.
+        UsageError: a line answers none of these requests, or the file cannot be read or truncated.
     """
     found: Counter[AnswerKey] = Counter()
     last: AnswerKey | None = None
-    begin = end = 0  # of the lines of the last request
+    begin = end = 0  # offsets of the last request's lines
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):

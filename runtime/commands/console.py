@@ -1,4 +1,4 @@
-"""One answer on the terminal: its text as it is written, or one JSON object at its end."""
+"""Prints one answer on the terminal: its text while it is generated, or one JSON object at its end."""
 
 import json
 import shlex
@@ -15,10 +15,14 @@ from enginewright.runtime.sampling.sampling import SamplingParams
 
 
 def print_json(llm: LLM, question: Prompt, params: SamplingParams, *, default_limit: int | None) -> None:
-    """One JSON object on stdout.
+    """Prints an answer as one JSON object on stdout.
 
     Args:
-        default_limit: the max_tokens that nobody asked for; if it ends the answer, stderr says so. None: no such limit.
+        llm: the engine.
+        question: the prompt.
+        params: the sampling parameters.
+        default_limit: the default of max_tokens; a note on stderr tells if it ended the answer. None: the user set a
+            limit.
     """
     (result,) = llm.generate(llm.encode(question), params)
     print(json.dumps(to_dicts(result)[0]))
@@ -28,10 +32,13 @@ def print_json(llm: LLM, question: Prompt, params: SamplingParams, *, default_li
 
 
 def print_stream(llm: LLM, question: Prompt, params: SamplingParams, path: Path, *, default_limit: int | None) -> None:
-    """Text on stdout as it comes; how fast, and what to try next, on stderr.
+    """Prints an answer on stdout as it is generated, and its speed and a next command on stderr.
 
     Args:
-        path: the engine's file.
+        llm: the engine.
+        question: the prompt.
+        params: the sampling parameters.
+        path: the engine file.
         default_limit: as in `print_json`.
     """
     start = time.perf_counter()
@@ -55,15 +62,15 @@ def print_stream(llm: LLM, question: Prompt, params: SamplingParams, path: Path,
 
 
 def refuse_failed(last: Delta) -> None:
-    """Raises EngineError where the last delta of an answer says that it has failed."""
+    """Raises EngineError if the last delta of an answer reports a failure."""
     if last.finish_reason != "error":
         return
     if last.stop_reason == DETOKENIZER:
-        raise EngineError("a token could not be turned into text", "the tokenizer failed", "Please report it.")
+        raise EngineError("a token could not be converted to text", "the tokenizer failed", "Please report it.")
     raise EngineError("the model's logits are not numbers", fix="Check the engine with `engine verify`.")
 
 
 def _note_limit(tokens: int) -> None:
-    """Say on stderr that an answer was ended by a limit that nobody asked for."""
+    """Notes on stderr that an answer was ended by the default limit."""
     limit = f"stopped at {tokens} tokens, the limit of --prompt without --max-tokens"
     print(f"[{limit}: --max-tokens N sets another]", file=sys.stderr)

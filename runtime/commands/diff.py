@@ -1,6 +1,6 @@
-"""`engine diff`: what tells two engines apart. Content decides; what their builds measured is compared beside it.
+"""`engine diff`: compares two engines. Their content decides; measurements of their builds are compared apart.
 
-Sections are compared by the hashes that the files state, so that no weight is read; `engine verify` checks those.
+Sections are compared by the hashes that the files declare, so that no weight is read; `engine verify` checks those.
 """
 
 import re
@@ -19,24 +19,30 @@ from enginewright.runtime.commands.goldens import GOLDENS, Golden, Goldens
 from enginewright.runtime.commands.quality import QUALITY, QualityReport
 
 ABOUT = ("name", "model_type", "targets", "limits", "builder_version", "format_version", "roles", "speculate")
-PARTS = ("about", "recipe", "sources", "sizes", "kernels")  # with both values of what differs
-FORM = ("dtype", "shape", "layout", "nbytes")  # of a section, in the order in which it is said
-LINES_SHOWN = 16  # of a part, unless all are asked for
+PARTS = ("about", "recipe", "sources", "sizes", "kernels")  # parts of the report with both values of each difference
+FORM = ("dtype", "shape", "layout", "nbytes")  # properties of a section, in the order of the report
+LINES_SHOWN = 16  # lines of a part, without --all
 _HASH = re.compile(r"[0-9a-f]{64}")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
-Pairs = dict[str, list[Any]]  # what differs → its values in a and b, None where there is none
+Pairs = dict[str, list[Any]]  # name of a difference → values in a and b, None if missing
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
-    """What differs, as JSON would hold it.
+    """Compares two engine files.
 
-    same: whether the content is. about, recipe, sources, sizes, kernels (how often each is called), sections: what
-    differs, by name, with both values. evidence: how it differs, by section.
+    Args:
+        a: an engine file.
+        b: an engine file.
+
+    Returns:
+        The differences, ready for JSON. `same` tells if the content is equal. `about`, `recipe`, `sources`, `sizes`,
+        `kernels` (numbers of calls) and `sections` have the differences by name, with both values. `evidence` has the
+        differences of measurements, by section.
 
     Raises:
         CorruptEngineError: a file is damaged.
-        UsageError: one cannot be read, for whatever reason. (The exit code 1 says that engines differ.)
+        UsageError: a file cannot be read, for any other reason. (The exit code 1 means that engines differ.)
     """
     with _open(a) as file_a, _open(b) as file_b:
         files = file_a, file_b
@@ -66,7 +72,7 @@ def _open(path: Path) -> EngineFile:
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], *, prefix: str = "") -> Pairs:
-    """Entries that are not the same; those of objects within by `key.inner`."""
+    """Entries with different values; those of nested objects are named `key.inner`."""
     found: Pairs = {}
     for key in [*a, *(key for key in b if key not in a)]:
         one, other = a.get(key), b.get(key)
@@ -103,7 +109,7 @@ def _kernels(file: EngineFile) -> dict[str, Any]:
 
 
 def _sections(a: Mapping[str, SectionForm], b: Mapping[str, SectionForm]) -> dict[str, Any]:
-    """What differs of sections' forms; of those that one engine alone has, the form."""
+    """Differences of sections' forms; the form of a section that only one engine has."""
     found: dict[str, Any] = {}
     for name in sorted({*a, *b}):
         both = {"a": a.get(name), "b": b.get(name)}
@@ -128,9 +134,9 @@ def _evidence(file_a: EngineFile, file_b: EngineFile) -> dict[str, Any]:
 
 
 def _measured(name: str, a: bytes, b: bytes) -> dict[str, Any]:
-    """How a section of evidence differs: what is known by its numbers, other JSON objects entry by entry."""
+    """Differences of a section of evidence: known ones by their numbers, other JSON objects entry by entry."""
     if name == GOLDENS:
-        return _between(Goldens.from_json(a).entries, Goldens.from_json(b).entries)
+        return _golden_differences(Goldens.from_json(a).entries, Goldens.from_json(b).entries)
     if name == QUALITY:
         return _differences(QualityReport.from_json(a).figures(), QualityReport.from_json(b).figures())
     try:
@@ -139,8 +145,8 @@ def _measured(name: str, a: bytes, b: bytes) -> dict[str, Any]:
         return {"nbytes": [len(a), len(b)]}
 
 
-def _between(a: Sequence[Golden], b: Sequence[Golden]) -> dict[str, Any]:
-    """other_first_tokens: of prompts in both, how many have another likeliest token behind them."""
+def _golden_differences(a: Sequence[Golden], b: Sequence[Golden]) -> dict[str, Any]:
+    """Differences of goldens; other_first_tokens counts the prompts whose likeliest next token differs."""
     tops = {golden.prompt: dict(golden.top) for golden in b}
     pairs = [(dict(golden.top), tops[golden.prompt]) for golden in a if golden.prompt in tops]
     gaps = [abs(one[token] - other[token]) for one, other in pairs for token in one.keys() & other.keys()]
@@ -156,12 +162,17 @@ def _likeliest(logprobs: Mapping[int, float]) -> int:
 
 
 def describe(report: Mapping[str, Any], *, every_line: bool = False) -> str:
-    """A comparison for people."""
+    """Formats a comparison for people.
+
+    Args:
+        report: the result of `compare`.
+        every_line: whether to list all differences.
+    """
     measured = [(f"{name}: {key}", value) for name, entry in report["evidence"].items() for key, value in entry.items()]
     parts = {
         "content": [f"{'the same' if report['same'] else 'different'}: {_listed(report['content_hash'])}"],
         **{part: [_line(*entry) for entry in report[part].items()] for part in PARTS},
-        "sections": _sections_said(report["sections"]),
+        "sections": _section_lines(report["sections"]),
         "evidence": [_line(*entry) for entry in measured],
     }
     lines = [f"a         {report['a']}", f"b         {report['b']}"]
@@ -181,14 +192,14 @@ def _listed(hashes: Sequence[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Of a hash, enough to tell it."""
+    """A value in a few characters: of a hash, enough to recognize it."""
     if value is None:
         return "nothing"
     return f"{value[:12]}…" if isinstance(value, str) and _HASH.fullmatch(value) else str(value)
 
 
-def _sections_said(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for all sections that are called alike but for a number, and differ alike."""
+def _section_lines(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line for all sections with the same name except for a number, and the same difference."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, change in sections.items():
         alike.setdefault((_NUMBER.sub("*", name), _change(change)), []).append(name)

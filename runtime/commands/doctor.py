@@ -1,4 +1,4 @@
-"""`engine doctor`: what this machine has, and what an engine would do on it. Nothing is allocated or run."""
+"""`engine doctor`: describes this machine, and how an engine would run on it. Nothing is allocated or run."""
 
 import os
 import resource
@@ -24,19 +24,19 @@ SLOW_ISAS = {
     "portable": "this CPU has no AVX2: kernels in portable C++ are several times slower",
     "avx2": "this CPU has AVX2 without VNNI: products of integers take about twice the time",
 }
-FEW_FILES = 1024  # descriptors, below which a server takes few connections
+FEW_FILES = 1024  # file descriptors, below which a server can accept few connections
 
 
 def examine(path: Path | None, config: RuntimeConfig, root: Path = machine.ROOT) -> dict[str, Any]:
-    """What `engine doctor` shows.
+    """Describes the machine and an engine on it.
 
     Args:
-        path: of an engine; None: the machine alone.
-        config: with which the engine would be run.
-        root: of the file system that the machine is read from.
+        path: an engine file; None describes only the machine.
+        config: limits of the engine.
+        root: the root of the file system that describes the machine.
 
     Returns:
-        With the lists `problems`, why the engine cannot run here, and `warnings`.
+        Facts, with the lists `problems`, the reasons why the engine cannot run here, and `warnings`.
     """
     report: dict[str, Any] = {"enginewright": __version__, "cpu": _cpu_facts(root), "memory": _memory_facts(root)}
     report |= {"gpus": describe_gpus(), "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
@@ -55,7 +55,7 @@ def _cpu_facts(root: Path) -> dict[str, Any]:
     return {
         "name": machine.processor_name(root),
         "isas": _cpu.isa_names(),
-        "cores": machine.num_cores(root),  # that compute by default
+        "cores": machine.num_cores(root),  # threads by default
         "allowed_cpus": len(os.sched_getaffinity(0)),
         "machine_cpus": os.cpu_count(),
         "control_group_cores": min(quotas, default=None),
@@ -65,7 +65,9 @@ def _cpu_facts(root: Path) -> dict[str, Any]:
 
 def _memory_facts(root: Path) -> dict[str, Any]:
     total = machine.total_memory(root)
-    limits = [limit for limit, _, _ in machine.memory_limits(root) if limit < total]  # no limit is a number beyond all
+    limits = [
+        limit for limit, _, _ in machine.memory_limits(root) if limit < total
+    ]  # without a limit, the system reports a larger number
     return {
         "total_bytes": total,
         "free_bytes": machine.free_memory(root),
@@ -75,14 +77,14 @@ def _memory_facts(root: Path) -> dict[str, Any]:
 
 
 def _engine_facts(engine: Engine, config: RuntimeConfig, cpu: dict[str, Any]) -> dict[str, Any]:
-    """Raises EngineError where it cannot run as the config says."""
+    """Facts about the engine. Raises EngineError if it cannot run with this config."""
     plan = engine.plan
     on_cpu = engine.target == CPU
     isa = choose_isa(config.isa or env.cpu_isa()) if on_cpu else None
     free = None if on_cpu else describe_gpus()[int(config.device.partition(":")[2] or 0)]["free_bytes"]
     config = with_method(engine, config)
     memory, draft = plan_models(engine, config, free)
-    whole = [
+    num_full_sequences = [
         count // places_of(group, memory.max_model_len, memory.limits.tokens)
         for count, group in zip(memory.num_blocks, plan.caches, strict=True)
     ]
@@ -99,7 +101,7 @@ def _engine_facts(engine: Engine, config: RuntimeConfig, cpu: dict[str, Any]) ->
         "arena_bytes": memory.arena_bytes,
         "kv_cache_bytes": memory.kv_bytes,
         "kv_cache_tokens": None if blocks is None else blocks.tokens,
-        "whole_sequences": min(whole, default=None),
+        "whole_sequences": min(num_full_sequences, default=None),
         "speculate": config.speculate,
         "draft": None if draft is None else {"arena_bytes": draft.arena_bytes, "kv_cache_bytes": draft.kv_bytes},
     }
@@ -113,7 +115,7 @@ def _warnings(report: dict[str, Any]) -> Iterator[str]:
     if cpu["control_group_cores"] is not None and cpu["control_group_cores"] < cpu["allowed_cpus"]:
         yield (
             f"the control group gives time for {cpu['control_group_cores']} of {cpu['allowed_cpus']} CPUs: threads may "
-            "be stopped within a step; whole CPUs (cpusets) keep a steadier pace"
+            "be stopped within a step; whole CPUs (cpusets) give a steadier speed"
         )
     if memory["transparent_huge_pages"] == "never":
         yield "transparent huge pages are off: large matrices are read more slowly (set them to madvise or always)"
@@ -177,8 +179,6 @@ def describe(report: dict[str, Any]) -> str:
             lines.append(("", f"{fit} of {engine['max_model_len']:,} positions"))
         if draft := engine["draft"]:
             arena, cache = format_bytes(draft["arena_bytes"]), format_bytes(draft["kv_cache_bytes"])
-            lines.append(
-                ("", f"beside it, {arena} arena and {cache} KV cache for what guesses ({engine['speculate']})")
-            )
+            lines.append(("", f"and {arena} arena and {cache} KV cache for the draft model ({engine['speculate']})"))
     lines += [("warning", text) for text in report["warnings"]] + [("problem", text) for text in report["problems"]]
     return "\n".join(f"{name:<13} {text}".rstrip().replace("\n", f"\n{'':<13} ") for name, text in lines)

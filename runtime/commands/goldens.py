@@ -1,8 +1,8 @@
-"""Goldens: prompts with the logits that the builder saw, replayed on the machine at hand by `engine verify`.
+"""Goldens: prompts with the builder's logits, which `engine verify` computes again on this machine.
 
-They catch what hashes cannot: a kernel that computes something else here than it did there. Instruction sets
-round differently, so values are compared within a tolerance, as log-probabilities of the tokens that were
-likeliest then.
+They detect what hashes cannot: a kernel that computes something else here than in the build. Instruction sets round
+differently, so values are compared within a tolerance, as log-probabilities of the tokens that were likeliest in the
+build.
 """
 
 import math
@@ -20,49 +20,50 @@ from enginewright.runtime.device.devices import AUTO, Executor
 
 GOLDENS = "goldens"  # the section of the engine file
 PROMPT_TOKENS = (1, 7, 40)  # one token; a partial KV block; more than one KV block
-TOP = 16  # tokens kept of each prompt's last position
-DECIMALS = 2  # what is written is evidence, rounded so that machines of one class write the same
+TOP = 16  # number of likeliest tokens kept for each prompt's last position
+DECIMALS = 2  # evidence is rounded so that similar machines write the same bytes
 # Log-probabilities of the 16 likeliest tokens differ by up to 0.08 between instruction sets on SmolLM2 (`engine verify
 # --isa` shows it): roundings to bf16 fall differently. A wrong kernel moves them by whole units.
 TOLERANCE = 0.3
-# The same of a vector of length 1: a number of MiniLM's differs by up to 0.002 between instruction sets, and a wrong
-# kernel moves most of them by what they are, 0.05 and more.
+# The tolerance of elements of a vector of length 1: those of MiniLM differ by up to 0.002 between instruction sets, and
+# a wrong kernel changes most of them by their own size, 0.05 and more.
 VECTOR_TOLERANCE, VECTOR_DECIMALS = 0.03, 4
-MOST_TOLERANCE = 10.0  # beyond it, nothing would be tested
+MAX_TOLERANCE = 10.0  # a larger tolerance would test nothing
 
 
 class Golden(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt, and what the engine computed for it where it was built."""
+    """A prompt, and the output that the engine computed for it in its build."""
 
     prompt: tuple[int, ...]  # token ids
-    # Token id and log-probability of the likeliest next tokens, in order; of an embedding model place and value of the
-    # largest numbers of the vector, which has length 1 there, or the score.
+    # token id and log-probability of the likeliest next tokens, likeliest first; for an embedding model index and value
+    # of the largest elements of the vector, scaled to length 1, or the score
     top: tuple[tuple[int, float], ...]
 
 
 class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All goldens of an engine."""
 
-    tolerance: float  # how far a log-probability may be off on another machine
-    entries: tuple[Golden, ...]
+    tolerance: float  # maximum difference of a log-probability or an element on another machine
+    entries: tuple[Golden, ...]  # prompts with their outputs
 
     def to_json(self) -> bytes:
+        """The goldens as the bytes of their section."""
         return msgspec.json.encode(self, order="sorted")
 
     def check(self, plan: Plan) -> None:
-        """Raises CorruptEngineError where they cannot be replayed on an engine of this plan."""
+        """Raises CorruptEngineError if they cannot be replayed on an engine with this plan."""
         if fault := self._fault(plan):
             raise CorruptEngineError("the goldens cannot be replayed", fault, "Build the engine again.")
 
     def _fault(self, plan: Plan) -> str | None:
-        if not 0 <= self.tolerance <= MOST_TOLERANCE:
-            return f"their tolerance is {self.tolerance}, not between 0 and {MOST_TOLERANCE:g}"
+        if not 0 <= self.tolerance <= MAX_TOLERANCE:
+            return f"their tolerance is {self.tolerance}, not between 0 and {MAX_TOLERANCE:g}"
         if not self.entries:
             return "there are none"
-        longest = min(max(PROMPT_TOKENS), plan.max_seq_len)
+        max_tokens = min(max(PROMPT_TOKENS), plan.max_seq_len)
         for number, golden in enumerate(self.entries):
-            if not 0 < len(golden.prompt) <= longest:
-                return f"prompt {number} has {len(golden.prompt)} tokens, not 1 to {longest}"
+            if not 0 < len(golden.prompt) <= max_tokens:
+                return f"prompt {number} has {len(golden.prompt)} tokens, not 1 to {max_tokens}"
             if not golden.top:
                 return f"prompt {number} has no log-probabilities"
             columns = plan.buffers[plan.result].columns
@@ -74,6 +75,7 @@ class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_json(data: bytes) -> "Goldens":
+        """Reads the section. Raises CorruptEngineError if it is damaged."""
         try:
             return msgspec.json.decode(data, type=Goldens)
         except msgspec.MsgspecError as error:
@@ -83,26 +85,30 @@ class Goldens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def replay_config(
     max_seq_len: int, threads: int | None = None, isa: str | None = None, device: str = AUTO
 ) -> RuntimeConfig:
-    """Limits that the prompts need and no more: the KV cache of an engine's longest sequence may not fit the memory.
+    """Limits that the prompts need and no more, since the KV cache of a full sequence may not fit the memory.
 
-    max_seq_len: the engine's.
+    Args:
+        max_seq_len: the engine's maximum number of tokens of a sequence.
+        threads: threads of the CPU executor; None is the default.
+        isa: instruction set of the CPU executor; None is the default.
+        device: the device to run on.
     """
-    longest = max(PROMPT_TOKENS)
+    max_tokens = max(PROMPT_TOKENS)
     return RuntimeConfig(
-        max_model_len=min(longest, max_seq_len),
+        max_model_len=min(max_tokens, max_seq_len),
         max_num_seqs=1,
-        max_num_batched_tokens=longest,
+        max_num_batched_tokens=max_tokens,
         threads=threads,
         isa=isa,
         device=device,
     )
 
 
-LastLogits = Callable[[Sequence[int]], NDArray[np.float32]]  # of the token after a prompt, [vocab_size]
+LastLogits = Callable[[Sequence[int]], NDArray[np.float32]]  # prompt → logits of the next token, [vocab_size]
 
 
 def last_logits_of(executor: Executor) -> LastLogits:
-    """As the executor computes them."""
+    """A function that computes the logits after a prompt with the executor."""
 
     def last_logits(prompt: Sequence[int]) -> NDArray[np.float32]:
         (logits,) = score(executor, [prompt], last_only=True)
@@ -126,14 +132,19 @@ def _vector(row: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def _compared(plan: Plan, row: NDArray[np.float32]) -> NDArray[np.float64]:
-    """What is kept of a row of the plan's output, and compared."""
+    """The values of an output row that are kept and compared."""
     if plan.generates:
         return _logprobs(row)
     return _vector(row) if "embedding" in plan.outputs else row.astype(np.float64)
 
 
 def record(last_logits: LastLogits, plan: Plan) -> Goldens:
-    """Run prompts of fixed pseudo-random tokens, as far as they fit the longest sequence, and keep what came out."""
+    """Computes the goldens of an engine, with prompts of fixed pseudo-random tokens that fit the maximum length.
+
+    Args:
+        last_logits: computes the logits after a prompt.
+        plan: the engine's plan.
+    """
     entries = []
     embeds = "embedding" in plan.outputs
     tolerance, decimals = (VECTOR_TOLERANCE, VECTOR_DECIMALS) if embeds else (TOLERANCE, DECIMALS)
@@ -146,10 +157,16 @@ def record(last_logits: LastLogits, plan: Plan) -> Goldens:
 
 
 def replay(goldens: Goldens, last_logits: LastLogits, plan: Plan) -> list[float]:
-    """The largest difference in log-probability, or in a vector's number, a golden; an engine is right where none is
-    above the tolerance. It is infinite where the engine gives no number.
+    """Computes the prompts again.
 
-    goldens: that fit the engine (`Goldens.check`).
+    Args:
+        goldens: goldens that fit the engine (`Goldens.check`).
+        last_logits: computes the logits after a prompt.
+        plan: the engine's plan.
+
+    Returns:
+        For each golden the largest difference of a log-probability or an element, infinite if the engine gives NaN. The
+        engine is correct if none exceeds the tolerance.
     """
     deviations = []
     for golden in goldens.entries:

@@ -1,4 +1,4 @@
-"""`engine inspect`: what is in an engine file, and how many sequences of which length fit a memory."""
+"""`engine inspect`: shows the contents of an engine file, and how many sequences of which length fit a memory."""
 
 from itertools import zip_longest
 from pathlib import Path
@@ -19,10 +19,11 @@ LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
 def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
-    """Everything `inspect` shows, as JSON would hold it.
+    """Collects everything that `inspect` shows, ready for JSON.
 
     Args:
-        memory: bytes for weights, arena and KV cache together; None is what `engine run` would take of this machine.
+        path: the engine file.
+        memory: bytes for weights, arena and KV cache together; None is what `engine run` would use on this machine.
 
     Raises:
         CorruptEngineError: the file is damaged.
@@ -87,7 +88,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                 "weight_bytes": engine.weight_bytes,
                 "arena_bytes": sizes.arena_bytes,
                 "kv_cache_bytes": kv_cache_bytes,
-                "kv_cache_share": share,  # of what weights and arena leave of given_bytes
+                "kv_cache_share": share,  # share of what weights and arena leave of given_bytes
                 "kv_bytes_per_token": plan.kv_bytes_per_token(),
                 "state_bytes_per_sequence": plan.state_bytes_per_sequence(),
                 "sequences_by_length": fits,
@@ -100,7 +101,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
 
 
 def _code(file: EngineFile) -> dict[str, dict[str, int]]:
-    """Of each GPU architecture: its kernels, each specialized, and their bytes."""
+    """Number of kernels and bytes of code for each GPU architecture."""
     names = [f"{CODE}{architecture}" for architecture in architectures(file.manifest.targets)]
     archives = {name: read_code(file.section(name), name) for name in names}
     return {
@@ -110,7 +111,7 @@ def _code(file: EngineFile) -> dict[str, dict[str, int]]:
 
 
 def _role(engine: Engine, config: RuntimeConfig) -> dict[str, Any]:
-    """What a model beside the engine's own is, and takes."""
+    """Sizes of a model that the engine has in addition to its main one."""
     plan = engine.plan
     return {
         "vocab_size": plan.vocab_size,
@@ -124,7 +125,7 @@ def _role(engine: Engine, config: RuntimeConfig) -> dict[str, Any]:
 
 
 def _messages(engine: Engine) -> dict[str, str | None]:
-    """How the model writes calls and reasoning, as its chat template tells."""
+    """Format of calls and reasoning, as detected from the chat template."""
     form = engine.tokenizer.message_format
     return {
         "tool_call_parser": None if form.calls is None else form.calls.name,
@@ -133,14 +134,19 @@ def _messages(engine: Engine) -> dict[str, str | None]:
 
 
 def _quality(engine: Engine) -> dict[str, Any] | None:
-    """As the build has measured it; None if it had no gate yet."""
+    """Quality report of the build; None if the file has none."""
     if QUALITY not in engine.file.sections:
         return None
     return QualityReport.from_json(engine.file.read_section(QUALITY)).to_dict()
 
 
 def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
-    """A summary for people."""
+    """Formats a summary for people.
+
+    Args:
+        summary: the result of `summarize`.
+        every_section: whether to list the weights one by one.
+    """
     memory, recipe, report = summary["memory"], summary["recipe"], summary["quality"]
     quality = ["not known"] if report is None else describe_quality(QualityReport.from_dict(report))
     lines = [
@@ -204,7 +210,7 @@ def _message_lines(messages: dict[str, str | None]) -> list[str]:
     parser, reasoning = messages["tool_call_parser"], messages["reasoning"]
     if parser is None and reasoning is None:
         return []
-    calls = "no known form of calls" if parser is None else f"calls as of --tool-call-parser {parser}"
+    calls = "no known format of calls" if parser is None else f"calls as of --tool-call-parser {parser}"
     return [f"  messages   {calls}{'' if reasoning is None else f', reasoning in {reasoning}'}"]
 
 

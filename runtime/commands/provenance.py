@@ -1,7 +1,7 @@
-"""Provenance of an engine: what it was built of, by what and how, as SLSA has it (https://slsa.dev/provenance/v1).
+"""Provenance of an engine: its inputs, its builder and its recipe, in SLSA's format (https://slsa.dev/provenance/v1).
 
-It is an in-toto Statement in a JSON file beside the engine. All of it comes from the engine's own manifest and from the
-versions of what built it, so that two builds of the same inputs with the same packages write the same bytes.
+It is an in-toto Statement in a JSON file next to the engine. All of it comes from the engine's manifest and from the
+versions of the builder's packages, so that two builds with the same inputs and packages write the same bytes.
 """
 
 import hashlib
@@ -23,21 +23,23 @@ from enginewright.runtime.commands.quality import QUALITY, QualityReport
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
-BUILD_TYPE = "pkg:pypi/enginewright#engine-build/v1"  # docs/build.md says what its parameters are
-BUILDER = f"pkg:pypi/enginewright@{__version__}"  # whoever runs it says by --builder-id what platform that is
+BUILD_TYPE = "pkg:pypi/enginewright#engine-build/v1"  # docs/build.md explains its parameters
+BUILDER = f"pkg:pypi/enginewright@{__version__}"  # the default; --builder-id names the platform of the build
 # Packages whose versions may change what a build computes.
 PACKAGES = ("gguf", "nvidia-cuda-nvrtc", "numpy", "onnx-ir", "safetensors", "tokenizers", "torch", "triton")
 LIMIT_BYTES = 16 << 20
 
-Origins = Mapping[str, str | None]  # what the names of a checkpoint's files begin with → `Checkpoint.origin`
+Origins = Mapping[str, str | None]  # prefix of a checkpoint's file names → `Checkpoint.origin`
 
 
 def write_provenance(engine: Path, output: Path, origins: Origins, builder_id: str | None = None) -> None:
-    """Write where an engine comes from that has just been built by this process.
+    """Writes the provenance of an engine that this process has just built.
 
     Args:
-        origins: of its checkpoints.
-        builder_id: a URI of the platform that built it, and that somebody trusts; None is this program alone.
+        engine: the engine file.
+        output: the file to write.
+        origins: the origins of its checkpoints.
+        builder_id: the URI of a trusted platform that built the engine; None names only this program.
 
     Raises:
         EngineError: the file cannot be written.
@@ -47,7 +49,13 @@ def write_provenance(engine: Path, output: Path, origins: Origins, builder_id: s
 
 
 def statement(engine: Path, origins: Origins, builder_id: str | None = None) -> dict[str, Any]:
-    """The in-toto Statement about an engine, as JSON would hold it."""
+    """The in-toto Statement about an engine, ready for JSON.
+
+    Args:
+        engine: the engine file.
+        origins: the origins of its checkpoints.
+        builder_id: the URI of the platform that built the engine.
+    """
     with EngineFile.open(engine) as file:
         manifest = file.manifest
         gate = QualityReport.from_json(file.read_section(QUALITY))
@@ -80,7 +88,14 @@ def statement(engine: Path, origins: Origins, builder_id: str | None = None) -> 
 
 
 def check_provenance(engine: Path, provenance: Path) -> str:
-    """Return, with the id of the builder, if this is the provenance of these very bytes, and its inputs are theirs.
+    """Checks that a provenance belongs to these very bytes, and names the same inputs as the engine.
+
+    Args:
+        engine: the engine file.
+        provenance: the file of its provenance.
+
+    Returns:
+        The id of the builder.
 
     Raises:
         UsageError: there is no such file.
@@ -133,7 +148,7 @@ def _packages() -> list[dict[str, Any]]:
         try:
             found.append({"name": name, "uri": f"pkg:pypi/{name}@{metadata.version(name)}"})
         except metadata.PackageNotFoundError:
-            continue  # it had no part in the build
+            continue  # a package that is not installed took no part in the build
     return found
 
 

@@ -1,4 +1,4 @@
-"""Teacher forcing: the logits of given texts, at every position or the last."""
+"""Teacher forcing: computes the logits of given texts, at every position or only the last."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,18 +14,25 @@ from enginewright.runtime.step.sequence import TokenSequence
 def forced(
     executor: Executor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
-    """Logits of texts as they are computed: which text, at which position they begin, and [positions, vocab_size].
+    """Computes logits of texts, step by step.
 
-    They are a view that the next step overwrites. The KV cache is used from its beginning: nothing else may be running
-    on the executor.
+    The KV cache is used from its start, so nothing else may run on the executor.
+
+    Args:
+        executor: the executor.
+        token_ids: the texts.
+        last_only: whether to compute only the logits of each text's last position.
+
+    Yields:
+        Index of a text, first position, and logits [positions, vocab_size], a view that the next step overwrites.
 
     Raises:
-        UsageError: a text has no token, or more than fit the longest sequence.
+        UsageError: a text has no tokens, or more than a sequence may have.
     """
-    longest = executor.memory_plan.max_model_len
+    max_tokens = executor.memory_plan.max_model_len
     for ids in token_ids:
-        if not 0 < len(ids) <= longest:
-            raise UsageError(f"a text has {len(ids)} tokens", f"it must have 1 to {longest}")
+        if not 0 < len(ids) <= max_tokens:
+            raise UsageError(f"a text has {len(ids)} tokens", f"it must have 1 to {max_tokens}")
     texts = [
         TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), every_logit=not last_only)
         for ids in token_ids
@@ -49,7 +56,16 @@ def forced(
 def score(
     executor: Executor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
 ) -> list[NDArray[np.float32]]:
-    """All of these logits: one array [tokens, vocab_size] a text, or [1, vocab_size] with last_only."""
+    """Computes all logits of texts.
+
+    Args:
+        executor: the executor.
+        token_ids: the texts.
+        last_only: whether to compute only the logits of each text's last position.
+
+    Returns:
+        One array [tokens, vocab_size] per text, or [1, vocab_size] with last_only.
+    """
     rows: list[list[NDArray[np.float32]]] = [[] for _ in token_ids]
     for text, _, logits in forced(executor, token_ids, last_only=last_only):
         rows[text].append(logits.copy())

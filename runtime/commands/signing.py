@@ -1,7 +1,7 @@
-"""Signatures of files, as OpenSSF Model Signing has them: a Sigstore bundle in a file beside the one that is signed.
+"""Signatures of files in the format of OpenSSF Model Signing: a Sigstore bundle in a file next to the signed one.
 
-`model_signing` makes and checks them. It is an extra of the installation, imported only where a signature is wanted.
-What it raises is of many types, so keys and bundles are looked at here first, to say what is wrong with them.
+`model_signing` makes and checks them. It is an extra of the installation, imported only when a signature is needed.
+It raises errors of many types, so keys and bundles are checked here first, to give clear messages.
 """
 
 import base64
@@ -22,39 +22,39 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
     from model_signing import signing, verifying
 
-SUFFIX = ".sig"  # of the signature, behind the whole name of the file
+SUFFIX = ".sig"  # appended to the name of the signed file
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 NEW_KEY = "Make one: openssl ecparam -name prime256v1 -genkey -noout -out KEY.pem"
-# What a bundle's verification material has, by who vouches for it.
+# Keys of a bundle's verification material, with the kind of signer.
 KINDS = {"publicKey": "a key", "x509CertificateChain": "a certificate", "certificate": "an identity (keyless)"}
 
 
 @dataclass(frozen=True)
 class WithKey:
-    """Sign with a private key on an elliptic curve."""
+    """Signs with a private key on an elliptic curve."""
 
-    key: Path  # PEM
+    key: Path  # PEM file of the private key
 
 
 @dataclass(frozen=True)
 class WithCertificate:
-    """Sign with a private key, and put the certificate for it into the signature."""
+    """Signs with a private key, and puts its certificate into the signature."""
 
-    key: Path  # PEM
-    certificate: Path  # PEM, of this key
-    chain: tuple[Path, ...]  # PEM, those that lead from there to a root
+    key: Path  # PEM file of the private key
+    certificate: Path  # PEM file of the key's certificate
+    chain: tuple[Path, ...]  # PEM files of the certificates from there to a root
 
 
 @dataclass(frozen=True)
 class Keyless:
-    """Sign with a short-lived certificate that Sigstore gives to an identity: the one of a CI job, or of a browser."""
+    """Signs with a short-lived certificate from Sigstore for an identity: that of a CI job, or of a browser login."""
 
 
 @dataclass(frozen=True)
 class TrustKey:
-    """Believe what this public key has signed."""
+    """Trusts signatures of a key."""
 
-    key: Path  # PEM
+    key: Path  # PEM file of the public key
 
     kind = "publicKey"
 
@@ -64,9 +64,9 @@ class TrustKey:
 
 @dataclass(frozen=True)
 class TrustRoots:
-    """Believe who has a certificate for signing that leads to one of these."""
+    """Trusts signatures of certificates that lead to a root."""
 
-    roots: tuple[Path, ...]  # PEM
+    roots: tuple[Path, ...]  # PEM files of the roots
 
     kind = "x509CertificateChain"
 
@@ -76,10 +76,10 @@ class TrustRoots:
 
 @dataclass(frozen=True)
 class TrustIdentity:
-    """Believe an identity whose certificate Sigstore has given out and logged."""
+    """Trusts signatures of an identity whose certificate Sigstore has issued and logged."""
 
-    identity: str  # an e-mail address, or the URL of a workflow
-    issuer: str  # who knows the identity: https://token.actions.githubusercontent.com
+    identity: str  # e-mail address, or URL of a workflow
+    issuer: str  # provider of the identity: https://token.actions.githubusercontent.com
 
     kind = "certificate"
 
@@ -92,10 +92,16 @@ Trust = TrustKey | TrustRoots | TrustIdentity
 
 
 def choose_signer(key: Path | None, certificate: Path | None, chain: Sequence[Path], keyless: bool) -> Signer:
-    """What the options of `engine sign` mean.
+    """The signer that the options of `engine sign` name.
+
+    Args:
+        key: PEM file of a private key.
+        certificate: PEM file of its certificate.
+        chain: PEM files of the certificates from there to a root.
+        keyless: whether to use a certificate from Sigstore.
 
     Raises:
-        UsageError: they name nothing to sign with, or two things.
+        UsageError: they name no signer, or two.
     """
     if keyless and (key or certificate or chain):
         raise UsageError("--keyless signs without a key", fix="Leave --key, --certificate and --chain out.")
@@ -107,14 +113,23 @@ def choose_signer(key: Path | None, certificate: Path | None, chain: Sequence[Pa
     if certificate is not None:
         return WithCertificate(key, certificate, tuple(chain))
     if chain:
-        raise UsageError("--chain leads on from a certificate", fix="Name that with --certificate.")
+        raise UsageError("--chain continues a certificate", fix="Name that with --certificate.")
     return WithKey(key)
 
 
 def choose_trust(
     key: Path | None, certificates: Sequence[Path], identity: str | None, issuer: str | None
 ) -> Trust | None:
-    """Whom the options of `engine verify` trust; None: nobody is named.
+    """The signer that the options of `engine verify` trust.
+
+    Args:
+        key: PEM file of a public key.
+        certificates: PEM files of root certificates.
+        identity: the identity of a keyless signer.
+        issuer: the provider of this identity.
+
+    Returns:
+        None if the options name nobody.
 
     Raises:
         UsageError: they contradict each other.
@@ -122,9 +137,11 @@ def choose_trust(
     options = {"--key": key, "--certificate": certificates, "--identity": identity}
     given = [name for name, value in options.items() if value]
     if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} name several to trust", fix="A signature is of one: name that.")
+        raise UsageError(
+            f"{' and '.join(given)} name several signers", fix="A signature has one signer: name that one."
+        )
     if (identity is None) != (issuer is None):
-        raise UsageError("--identity and --issuer belong together", "an identity is what its issuer says it is")
+        raise UsageError("--identity and --issuer belong together", "an identity is only valid for its issuer")
     if key is not None:
         return TrustKey(key)
     if certificates:
@@ -133,16 +150,24 @@ def choose_trust(
 
 
 def signature_of(path: Path) -> Path:
-    """Where the signature of a file is, unless somebody says otherwise."""
+    """Default path of the signature of a file."""
     return path.with_name(path.name + SUFFIX)
 
 
 def sign(path: Path, signer: Signer, signature: Path | None = None) -> Path:
-    """Sign a file of any kind; where the signature is. One that was there is replaced.
+    """Signs a file of any kind. An existing signature is replaced.
+
+    Args:
+        path: the file.
+        signer: the key or identity.
+        signature: the file to write; None is the default path.
+
+    Returns:
+        The path of the signature.
 
     Raises:
-        UsageError: the file or a key cannot be read, or is none.
-        EngineError: no identity or certificate is to be had, or the signature cannot be written.
+        UsageError: the file or a key cannot be read, or is not valid.
+        EngineError: no identity or certificate can be obtained, or the signature cannot be written.
     """
     signature = signature or signature_of(path)
     _check_file(path)
@@ -161,12 +186,17 @@ def sign(path: Path, signer: Signer, signature: Path | None = None) -> Path:
 
 
 def check_signature(path: Path, trust: Trust, signature: Path | None = None) -> None:
-    """Return if the file is what somebody trusted has signed.
+    """Checks that a trusted signer has signed the file.
+
+    Args:
+        path: the file.
+        trust: the trusted signer.
+        signature: the file of the signature; None is the default path.
 
     Raises:
         UsageError: the file, a key or a certificate cannot be read.
-        SignatureError: there is no signature, or it is of another file, or of somebody else.
-        EngineError: Sigstore's own keys are not to be had.
+        SignatureError: there is no signature, or it is of another file or another signer.
+        EngineError: Sigstore's own keys cannot be downloaded.
     """
     signature = signature or signature_of(path)
     _check_file(path)
@@ -174,9 +204,9 @@ def check_signature(path: Path, trust: Trust, signature: Path | None = None) -> 
     material = bundle.get("verificationMaterial")
     kinds = [kind for kind in KINDS if isinstance(material, dict) and kind in material]
     if kinds != [trust.kind]:
-        signed_by = KINDS[kinds[0]] if len(kinds) == 1 else "nobody that is known"
+        signed_by = KINDS[kinds[0]] if len(kinds) == 1 else "an unknown kind of signer"
         option = {"publicKey": "--key", "x509CertificateChain": "--certificate", "certificate": "--identity"}
-        fix = f"Name whom you trust with {option[kinds[0]]}." if len(kinds) == 1 else ""
+        fix = f"Name the signer that you trust with {option[kinds[0]]}." if len(kinds) == 1 else ""
         raise SignatureError(f"{path} is not signed by {trust}", f"{signature} was made by {signed_by}", fix)
     from model_signing import verifying
 
@@ -185,13 +215,13 @@ def check_signature(path: Path, trust: Trust, signature: Path | None = None) -> 
     try:
         config.verify(path.resolve(), signature)
     except OSError as error:
-        raise EngineError(f"the signature of {path} cannot be checked", _said(error)) from error
-    except Exception as error:  # of four libraries, and of no common type
+        raise EngineError(f"the signature of {path} cannot be checked", _message(error)) from error
+    except Exception as error:  # errors of four libraries have no common type
         if _is_other_file(path, bundle):
-            why = f"it is not the file that {signature} was made of: one of them has been changed or exchanged"
+            why = f"it is not the file that {signature} was made for: one of them has been changed or replaced"
             raise SignatureError(f"the signature of {path} is wrong", why, "Do not run it. Get both again.") from error
-        why = f"{signature} is somebody else's, or was altered ({_said(error)})"
-        fix = "Do not run it, or name whom you trust."
+        why = f"{signature} is of another signer, or was altered ({_message(error)})"
+        fix = "Do not run it, or name the signer that you trust."
         raise SignatureError(f"{path} is not signed by {trust}", why, fix) from error
 
 
@@ -225,10 +255,10 @@ def _verifying_config(config: "verifying.Config", trust: Trust) -> "verifying.Co
 
 
 def _load_key(path: Path, *, private: bool) -> "ec.EllipticCurvePublicKey":
-    """The public half of a key on a curve that signatures may have.
+    """Public half of a key on a curve that signatures may use.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the file has no such key.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
@@ -240,10 +270,10 @@ def _load_key(path: Path, *, private: bool) -> "ec.EllipticCurvePublicKey":
     try:
         key = serialization.load_pem_private_key(data, None) if private else serialization.load_pem_public_key(data)
     except TypeError as error:
-        fix = f"Take the password off, where nobody else reads it: openssl pkey -in {path} -out PLAIN.pem"
+        fix = f"Remove the password, where nobody else can read the file: openssl pkey -in {path} -out PLAIN.pem"
         raise UsageError(what, "it is encrypted with a password", fix) from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        fix = NEW_KEY if private else "Make it of the private key: openssl pkey -in KEY.pem -pubout -out PUBLIC.pem"
+        fix = NEW_KEY if private else "Make it from the private key: openssl pkey -in KEY.pem -pubout -out PUBLIC.pem"
         raise UsageError(what, f"it holds no PEM of a {kind} key", fix) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey) or key.curve.name not in CURVES:
         raise UsageError(what, f"it is not on one of the curves {', '.join(CURVES)}", NEW_KEY)
@@ -264,7 +294,7 @@ def _read_bundle(path: Path, signature: Path) -> dict[str, Any]:
     try:
         data = read_regular(signature, SMALL_FILE_BYTES)
     except FileNotFoundError:
-        fix = "Get it from where the file is from, or name it with --signature."
+        fix = "Get it from the source of the file, or name it with --signature."
         raise SignatureError(f"{path} is not signed", f"there is no {signature}", fix) from None
     except OSError as error:
         raise SignatureError(what, error.strerror or str(error)) from error
@@ -278,7 +308,7 @@ def _read_bundle(path: Path, signature: Path) -> dict[str, Any]:
 
 
 def _is_other_file(path: Path, bundle: dict[str, Any]) -> bool:
-    """Whether a signature that is not right says of itself that it is of other bytes."""
+    """True if an invalid signature declares that it belongs to other bytes."""
     try:
         statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
         (resource,) = statement["predicate"]["resources"]
@@ -303,14 +333,14 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def _sigstore_errors(what: str) -> Iterator[None]:
-    """What a keyless signature fails by: the network, or an identity that is not to be had."""
+    """Converts errors of keyless signatures: of the network, or an identity that cannot be obtained."""
     from sigstore.errors import Error as SigstoreError
 
     try:
         yield
     except (SigstoreError, OSError, EOFError) as error:
-        raise EngineError(what, _said(error), "Keyless signatures need the network; a key needs none.") from error
+        raise EngineError(what, _message(error), "Keyless signatures need the network; a key needs none.") from error
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -21,13 +21,13 @@ from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 HELP = """\
-/system TEXT  another system message, from the next answer on; without TEXT there is none
+/system TEXT  set the system message from the next answer on; without TEXT, remove it
 /clear        forget the conversation; the system message stays
 /help         this list
 /exit         leave, as Ctrl-D does
-Ctrl-C stops an answer. A message that begins with a slash has a space before it."""
-FULL_SHARE = 0.75  # of the context: a longer prompt leaves too little room for an answer
-KEPT_SHARE = 0.5  # of the context that the prompt may have then: what goes on is not computed anew at each message
+Ctrl-C stops an answer. Put a space before a message that starts with a slash."""
+FULL_SHARE = 0.75  # share of the context; a longer prompt leaves too little for an answer
+KEPT_SHARE = 0.5  # share of the context that is kept then, so that not every message changes the prompt's prefix
 DIM, PLAIN = "\033[2m", "\033[22m"
 
 Messages = Sequence[Mapping[str, Any]]
@@ -71,31 +71,32 @@ def without_thinking(tokenizer: Tokenizer, names: Mapping[str, Any]) -> dict[str
     """Variables of the chat template that turn the model's thinking off.
 
     Args:
+        tokenizer: the engine's tokenizer.
         names: further variables.
 
     Raises:
-        UsageError: the template knows no such variable, or they say something else.
+        UsageError: the template has no such variable, or the other variables contradict it.
     """
     if not tokenizer.template_names("enable_thinking"):
-        raise UsageError("--no-thinking has no effect", "the model's chat template knows no enable_thinking")
+        raise UsageError("--no-thinking has no effect", "the model's chat template has no variable enable_thinking")
     if names.get("enable_thinking", False) is not False:
-        raise UsageError("--no-thinking and --chat-template-kwargs say different things of enable_thinking")
+        raise UsageError("--no-thinking and --chat-template-kwargs set different values of enable_thinking")
     return {**names, "enable_thinking": False}
 
 
 class TerminalChat:
-    """Reads messages from stdin until its end, and prints answers on stdout. All else is on stderr: what the model
-    thinks before it answers, and notes.
+    """Reads messages from stdin until its end, and prints answers on stdout; reasoning and notes go to stderr.
 
-    Where the conversation fills the context, its oldest turns are forgotten, and a note says so.
+    When the conversation fills the context, its oldest turns are dropped, and a note says so.
 
     Args:
-        params: of every answer.
-        system: a message that stands before the conversation; None: there is none.
+        llm: the engine.
+        params: the sampling parameters of every answer.
+        system: the system message; None is none.
         template_kwargs: further variables of the chat template.
 
     Raises:
-        UsageError: the model writes no text or has no chat template, or it takes no such system message or variables.
+        UsageError: the model writes no text, has no chat template, or does not accept the system message or variables.
     """
 
     def __init__(
@@ -105,19 +106,19 @@ class TerminalChat:
         self._llm, self._params, self._template_kwargs = llm, params, template_kwargs
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.system = system
-        self.messages: Messages = []  # of the user and the model, by turns
-        self._stream: DeltaStream | None = None  # of the answer under way
-        self._stopped = False  # that answer, by Ctrl-C
-        self._encode([{"role": "user", "content": "Hello"}])  # what is refused is refused now
+        self.messages: Messages = []  # history of user and model, in turns
+        self._stream: DeltaStream | None = None  # stream of the running answer
+        self._stopped = False  # True once Ctrl-C has stopped that answer
+        self._encode([{"role": "user", "content": "Hello"}])  # raises errors of the system message or variables now
 
     def run(self) -> None:
-        """Talk until the end of stdin, /exit, or Ctrl-C at the prompt.
+        """Runs the conversation until the end of stdin, /exit, or Ctrl-C at the prompt.
 
         Raises:
-            EngineError: an answer fails; where messages come from a terminal, only if no other answer can come.
+            EngineError: an answer fails; on a terminal, only if no other answer can follow.
         """
         if self._is_terminal:
-            import readline  # noqa: F401  # input() edits lines with it, and keeps those before
+            import readline  # noqa: F401  # gives input() line editing and a history
 
             _note(f"{self._llm.engine.manifest.name}: Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands")
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -133,7 +134,7 @@ class TerminalChat:
                 print(f"engine: {error}", file=sys.stderr)
 
     def _read(self) -> str | None:
-        """A line from stdin; None: there are no more."""
+        """Next line from stdin; None at the end."""
         try:
             line = input("> " if self._is_terminal else "")
         except (EOFError, KeyboardInterrupt):
@@ -154,10 +155,10 @@ class TerminalChat:
                 raise UsageError(f"there is no command {name}", fix="/help lists those that there are.")
 
     def _answer(self, text: str) -> None:
-        """Print the answer to a message. Both are in the history then, also where Ctrl-C has stopped it.
+        """Prints the answer to a message, and adds both to the history, even if Ctrl-C has stopped the answer.
 
         Raises:
-            UsageError: the message is refused; the history is as before.
+            UsageError: the message is refused, and the history is unchanged.
             EngineError: the answer fails.
         """
         with self._stopped_by_ctrl_c():
@@ -185,7 +186,7 @@ class TerminalChat:
 
     @contextmanager
     def _stopped_by_ctrl_c(self) -> Iterator[None]:
-        """Ctrl-C ends the answer under way, in place of the program."""
+        """Lets Ctrl-C end the running answer instead of the program."""
 
         def stop(*_: object) -> None:
             self._stopped = True
@@ -200,13 +201,13 @@ class TerminalChat:
             signal.signal(signal.SIGINT, before)
 
     def _fitting(self, messages: Messages) -> tuple[Messages, list[int]]:
-        """As many of the last messages as leave room for an answer, and the prompt's token ids.
+        """The last messages that leave enough of the context for an answer, and the prompt's token ids.
 
         Raises:
-            PromptTooLongError: the last one alone is too long.
+            PromptTooLongError: the last message alone is too long.
         """
         length, given = self._llm.max_model_len, len(messages)
-        most = int(length * FULL_SHARE)
+        max_tokens = int(length * FULL_SHARE)
         while True:
             is_last = len(messages) == 1
             try:
@@ -215,11 +216,11 @@ class TerminalChat:
                 if is_last:
                     raise
             else:
-                if is_last or len(ids) <= most:
+                if is_last or len(ids) <= max_tokens:
                     break
-            messages, most = messages[2:], int(length * KEPT_SHARE)
+            messages, max_tokens = messages[2:], int(length * KEPT_SHARE)
         if len(messages) < given:
-            _note(f"the context is full: the oldest {given - len(messages)} messages are forgotten")
+            _note(f"the context is full: the oldest {given - len(messages)} messages are dropped")
         return messages, ids
 
     def _encode(self, messages: Messages) -> list[int]:
@@ -228,7 +229,7 @@ class TerminalChat:
 
 
 class _Printer:
-    """Prints an answer as it comes, and puts it together as a message of the history."""
+    """Prints an answer as it is generated, and collects it as a message of the history."""
 
     def __init__(self) -> None:
         self._text = self._reasoning = ""

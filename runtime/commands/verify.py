@@ -1,4 +1,4 @@
-"""`engine verify`: is the file what was built, and does it compute here what it computed there?"""
+"""`engine verify`: checks that the file is as it was built, and computes the same here as in its build."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from enginewright.runtime.commands.provenance import check_provenance
 from enginewright.runtime.commands.signing import Trust, check_signature, signature_of
 from enginewright.runtime.device.devices import AUTO, open_engine, open_executor
 
-NAME_THEM = "Name whom you trust with --key, --certificate or --identity."
+NAME_SIGNER = "Name the signer that you trust with --key, --certificate or --identity."
 
 
 def verify(
@@ -24,16 +24,24 @@ def verify(
     signature: Path | None = None,
     provenance: Path | None = None,
 ) -> dict[str, Any]:
-    """What was checked, in words and numbers. Nothing of the engine is run before its signature is known to be right.
+    """Checks an engine file. Nothing of the engine is run before its signature has been checked.
 
     Args:
-        trust: who has to have signed it; None takes what nobody has signed.
-        signature: None is the file beside it.
-        provenance: the file that says what it was built of; with `trust`, it has to be signed as well.
+        path: the engine file.
+        goldens: whether to replay the goldens.
+        threads: threads of the CPU executor; None is the default.
+        isa: instruction set of the CPU executor; None is the default.
+        device: the device that replays the goldens.
+        trust: the trusted signer; None accepts an unsigned file.
+        signature: the file of the signature; None is the default path.
+        provenance: the file of its provenance; with `trust`, it must be signed as well.
+
+    Returns:
+        The checks and their results, in words and numbers.
 
     Raises:
-        SignatureError: it is not signed by them, or the provenance is not its own.
-        CorruptEngineError: the header, the manifest or a section is not as it was built; all such sections are named.
+        SignatureError: the trusted signer has not signed it, or the provenance is of another engine.
+        CorruptEngineError: header, manifest or sections are not as they were built; all such sections are named.
         EngineError: the engine computes something else on this machine.
     """
     with EngineFile.open(path, check_sections=False) as file:
@@ -67,9 +75,9 @@ def _check_origin(path: Path, trust: Trust | None, signature: Path | None, prove
         check_signature(path, trust, signature)
         report["signature"] = f"right: of {trust}"
     elif signature is not None:
-        raise UsageError(f"{signature} cannot be checked", "nobody is trusted", NAME_THEM)
+        raise UsageError(f"{signature} cannot be checked", "no trusted signer is named", NAME_SIGNER)
     elif signature_of(path).exists():
-        report["signature"] = f"not checked. {NAME_THEM}"
+        report["signature"] = f"not checked. {NAME_SIGNER}"
     if provenance is not None:
         if trust is not None:
             check_signature(provenance, trust)
