@@ -301,6 +301,6 @@ def test_a_template_that_takes_too_much_is_tried_once(monkeypatch: pytest.Monkey
     template = ChatTemplate("{{ 'x'.center(3000000000) }}")
     ask, asked = template._worker.ask, list[bytes]()
     monkeypatch.setattr(template._worker, "ask", lambda data: asked.append(data) or ask(data))
-    with pytest.raises(EngineError, match="does not come to an end"):
+    with pytest.raises(EngineError, match="the chat template does not end"):
         template.render([{"role": "assistant", "content": "", "tool_calls": []}], {})
     assert len(asked) == 1

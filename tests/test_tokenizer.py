@@ -379,7 +379,7 @@ def test_escapes_and_faults_are_errors_of_ours(source: str) -> None:
     ids=["silent", "long", "recursive"],
 )
 def test_an_endless_template_is_ended(source: str) -> None:
-    with pytest.raises(EngineError, match="does not come to an end"):
+    with pytest.raises(EngineError, match="the chat template does not end"):
         render(source)
 
 
@@ -452,7 +452,7 @@ def test_variables_of_a_template() -> None:
 
 @pytest.mark.parametrize("content", [b"bytes", {1, 2}, object()])
 def test_a_message_holds_what_json_does(content: object) -> None:
-    with pytest.raises(UsageError, match="what JSON does not"):
+    with pytest.raises(UsageError, match="that JSON does not have"):
         ChatTemplate("x").render([{"role": "user", "content": content}], {})
 
 

@@ -344,7 +344,5 @@ def _ready(engines: Engines, listener: socket.socket) -> str:
     places = zip(memory_plan.num_blocks, plan.caches, strict=True)
     full_length = min(count // places_of(group, length, chunk) for count, group in places)
     max_seqs = memory_plan.limits.sequences
-    fit = (
-        f"{max_seqs} completions at a time, {min(full_length, max_seqs)} of them may have all {length} positions"
-    )
+    fit = f"{max_seqs} completions at a time, {min(full_length, max_seqs)} of them may have all {length} positions"
     return f"serving {service.models[0]} at {address} ({fit})"

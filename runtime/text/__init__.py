@@ -1,1 +1,1 @@
-"""Text in and out of a model: tokenizers, chat templates, detokenization, and the format of messages."""
+"""Text of a model: tokenizers, chat templates, detokenization, and the formats of messages."""

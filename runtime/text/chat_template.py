@@ -1,4 +1,4 @@
-"""A model's chat template, rendered in a process that can be stopped (template_worker.py)."""
+"""Renders a model's chat template in a process that can be stopped (template_worker.py)."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +11,21 @@ from enginewright.runtime.text.tokenizer import SPECIAL_TOKENS, TEMPLATE_NAMES
 from enginewright.runtime.text.worker_process import WorkerProcess
 
 MAX_TEMPLATE_CHARS = 1 << 20
-# What template_kwargs may not set: it comes from the request or the engine, or the template relies on it.
+# Names that template_kwargs may not set: they come from the request or the engine, or templates rely on them.
 RESERVED_NAMES = frozenset((*SPECIAL_TOKENS, *TEMPLATE_NAMES, "raise_exception", "strftime_now"))
 
 
 class ChatTemplate:
-    """A compiled template in a process of its own, which is started again where the template had to be stopped.
+    """A compiled template in a process of its own, which is restarted if the template had to be stopped.
 
-    May be used from any thread; one conversation is rendered at a time.
+    It may be used from any thread, and renders one conversation at a time.
 
     Args:
-        source: Jinja.
-        now: the time that the template may print.
+        source: the template in Jinja.
+        now: gives the time that the template may print.
 
     Raises:
-        EngineError: the template is too long, or no Jinja.
+        EngineError: the template is too long, or is not valid Jinja.
     """
 
     def __init__(self, source: str, now: Callable[[], datetime] = datetime.now) -> None:
@@ -39,7 +39,7 @@ class ChatTemplate:
             raise EngineError("the chat template cannot be read", *why.values())
 
     def close(self) -> None:
-        """End the process that renders."""
+        """Ends the process that renders."""
         self._worker.close()
 
     def render(
@@ -50,16 +50,22 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation.
+        """Renders a conversation.
 
         Args:
-            names: the special tokens, by the names that templates know.
+            messages: the messages, oldest first.
+            names: the special tokens, by the names of template variables.
+            add_generation_prompt: whether the text ends with the start of the model's message.
             template_kwargs: further variables, such as Qwen3's enable_thinking.
 
+        Returns:
+            The text of the prompt.
+
         Raises:
-            UsageError: the template refuses the messages, they hold what JSON does not, or a name is reserved.
+            UsageError: the template refuses the messages, they contain values that JSON does not have, or a name is
+                reserved.
             EngineError: the template fails, or takes too long or too much memory.
-            WorkerLostError: something outside has ended the process that renders it, twice.
+            WorkerLostError: the process that renders was killed from outside, twice.
         """
         given = {} if template_kwargs is None else template_kwargs
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
@@ -68,7 +74,7 @@ class ChatTemplate:
             raise UsageError(f"chat_template_kwargs cannot set {', '.join(reserved)}", "the name is reserved")
         variables = {**given, **names, "add_generation_prompt": add_generation_prompt}
         replies = list[dict[str, str]]()
-        for form in forms(list(messages)):  # as a rule, the first one is shown
+        for form in forms(list(messages)):  # usually, the first form is rendered
             reply = self._ask({**variables, "messages": form})
             if "too_long" in reply or ("text" in reply and shows(reply["text"], messages)):
                 replies = [reply]
@@ -80,14 +86,16 @@ class ChatTemplate:
             case {"refused": why}:
                 raise UsageError("the model's chat template refuses these messages", why)
             case {"too_long": why}:
-                raise EngineError("the chat template does not come to an end", why)
+                raise EngineError("the chat template does not end", why)
             case reply:
                 raise EngineError("the chat template failed", reply["failed"])
 
     def _ask(self, variables: Mapping[str, Any]) -> dict[str, str]:
-        """The template's reply to a conversation. Raises UsageError for what JSON does not hold."""
+        """The template's reply to a conversation. Raises UsageError for values that JSON does not have."""
         try:
             conversation = json.dumps({"variables": variables, "now": self._now().isoformat()}).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError("a message or a template argument holds what JSON does not", str(error)) from error
+            raise UsageError(
+                "a message or a template argument has a value that JSON does not have", str(error)
+            ) from error
         return self._worker.ask(conversation)

@@ -1,38 +1,43 @@
-"""Text that comes token by token: whole characters, and no further than the first stop string."""
+"""Converts tokens to text one by one: complete characters, up to the first stop string."""
 
 from collections import deque
 from collections.abc import Sequence
 
 from enginewright.runtime.text.tokenizer import REPLACEMENT, Tokenizer
 
-CONTEXT_TOKENS = 6  # of the prompt, so that the first token of the answer decodes as it would in the middle of a text
-MAX_CUT_BYTES = 3  # a character has at most four bytes, so as many may wait for the rest of one
+CONTEXT_TOKENS = 6  # tokens of the prompt decoded before the answer, which is no start of a text
+MAX_CUT_BYTES = 3  # a character has at most four bytes, so at most three can wait for the rest
 
 
 class Detokenizer:
-    """Text of an answer, as its tokens come; a character comes whole.
+    """Text of an answer, token by token, in complete characters.
 
-    What a token adds is the difference of two decodings that begin at the same place, since decoders treat the
-    beginning of a text specially. Between them lie whole tokens: a decoder may turn all of a row of byte tokens into
-    replacements where one of its characters is cut, so characters of such a text cannot be counted.
+    The text of a token is the difference of two decodings with the same start, since decoders treat the start of a text
+    specially. Both end at token borders: a decoder may replace a whole sequence of byte tokens by U+FFFD if one
+    character in it is incomplete, so characters of such a text cannot be counted.
+
+    Args:
+        tokenizer: the engine's tokenizer.
+        prompt: the token ids of the prompt.
+        skip_special_tokens: whether special tokens have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._whole_texts = tokenizer.whole_texts[skip_special_tokens]
         self._ids = _context(tokenizer, prompt, skip_special_tokens)
-        # ids[:done] are of the prompt, or have been given as text; if nothing is held back, so have those from there
-        # on, each of them a whole text.
+        # ids[:done] are of the prompt, or have been given out as text. If nothing is held back, later ones have been
+        # given out, too, each as a text of its own.
         self._start, self._done = 0, len(self._ids)
         self._holds = False
 
     @property
     def held(self) -> Sequence[int]:
-        """The last tokens, whose text is held back since a character of it may go on."""
+        """The last tokens, whose text is held back since their last character may be incomplete."""
         return self._ids[self._done :] if self._holds else ()
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token; empty in the middle of a character."""
+        """Text that is complete with this token; empty in the middle of a character."""
         text = self._whole_texts[token]
         if text and not self._holds:
             self._ids.append(token)
@@ -40,8 +45,8 @@ class Detokenizer:
         return "" if text == "" else self._push(token)
 
     def flush(self) -> str:
-        """What was held back, although it is no whole character."""
-        text = self._take(len(self._ids), whole=False) if self._holds else ""
+        """Text that was held back, although its last character is incomplete."""
+        text = self._decode_to(len(self._ids), whole=False) if self._holds else ""
         self._holds = False
         return text
 
@@ -53,23 +58,25 @@ class Detokenizer:
         if not self._holds and self._done < len(self._ids):
             self._start, self._done = len(self._ids) - 1, len(self._ids)
         self._ids.append(token)
-        piece = self._take(len(self._ids))
-        if len(self._ids) - self._done > MAX_CUT_BYTES:  # so the first of them is of no character, or of U+FFFD itself
-            piece += self._take(self._first_seam(), whole=False)
+        piece = self._decode_to(len(self._ids))
+        if (
+            len(self._ids) - self._done > MAX_CUT_BYTES
+        ):  # so the first of them is no part of a character, or is U+FFFD itself
+            piece += self._decode_to(self._first_split(), whole=False)
         self._holds = self._done < len(self._ids)
         return piece
 
-    def _take(self, end: int, *, whole: bool = True) -> str:
+    def _decode_to(self, end: int, *, whole: bool = True) -> str:
         before, after = self._decode(self._start, self._done), self._decode(self._start, end)
         if whole and after.endswith(REPLACEMENT):
             return ""
         self._start, self._done = self._done, end
-        while not after.startswith(before):  # it ends in the middle of a character, as a prompt may
+        while not after.startswith(before):  # it ends in the middle of a character, as prompts may
             before = before[:-1]
         return after[len(before) :]
 
-    def _first_seam(self) -> int:
-        """Where the tokens that are held back can be divided without a change of their text."""
+    def _first_split(self) -> int:
+        """First index at which the tokens that are held back can be split without a change of their text."""
         all_of_it, last = self._decode(self._start, len(self._ids)), len(self._ids)
         for end in range(self._done + 1, last):
             if self._decode(self._start, end) + self._decode(end, last) == all_of_it:
@@ -81,7 +88,7 @@ class Detokenizer:
 
 
 def _context(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The prompt's last tokens, from where a character begins; none if that is far away."""
+    """The prompt's last tokens, from the start of a character; none if that is too far back."""
     for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CUT_BYTES + 1):
         ids = list(prompt[-count:])
         if not tokenizer.decode(ids, skip_special_tokens=skip_special_tokens).startswith(REPLACEMENT):
@@ -90,19 +97,19 @@ def _context(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: b
 
 
 class StopMatcher:
-    """Finds where the first of some stop strings ends, in one step for each character of a text on average.
+    """Finds the end of the first stop string in a text, with one step per character on average.
 
-    The automaton of Aho and Corasick (1975). A node stands for the beginning of a stop string; node 0 is the empty one.
-    It is made once for all completions of a request.
+    It is the automaton of Aho and Corasick (1975). A node stands for a prefix of a stop string, node 0 for the empty
+    one. It is built once for all completions of a request.
 
     Args:
-        stops: one at least, none of them empty.
+        stops: the stop strings, at least one, none of them empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]  # by node and character: the node for one character more
-        self.depth = [0]  # characters that a node stands for
-        self.stop_chars = [0]  # of the longest stop string that ends at a node; 0 if none does
+        self._next: list[dict[str, int]] = [{}]  # by node and character: the node with one character more
+        self.depth = [0]  # length of each node's prefix in characters
+        self.stop_chars = [0]  # length of the longest stop string that ends at a node; 0 if none does
         for stop in stops:
             node = 0
             for depth, char in enumerate(stop, start=1):
@@ -113,7 +120,7 @@ class StopMatcher:
                     self.stop_chars.append(0)
                 node = self._next[node][char]
             self.stop_chars[node] = len(stop)
-        self._fallback = [0] * len(self._next)  # the longest other beginning that a node's characters end with
+        self._fallback = [0] * len(self._next)  # node of the longest other prefix that is a suffix of a node's prefix
         queue = deque(self._next[0].values())
         while queue:
             node = queue.popleft()
@@ -130,13 +137,16 @@ class StopMatcher:
 
 
 class StopStrings:
-    """Ends a text at the stop string that is complete first, and holds back what may be the beginning of one.
+    """Ends a text at the stop string that is complete first, and holds back text that may be the start of one.
 
-    What comes out does not depend on the pieces in which the text comes in. found: the stop string, once it is there.
+    The result does not depend on the pieces in which the text arrives.
+
+    Attributes:
+        found: the stop string, once it was found.
 
     Args:
-        matcher: of the stop strings.
-        include: the stop string is part of the text.
+        matcher: the automaton of the stop strings.
+        include: whether the stop string is part of the text.
     """
 
     def __init__(self, matcher: StopMatcher, *, include: bool = False) -> None:
@@ -145,11 +155,11 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text so far that no stop string can take back."""
+        """Text that is certainly before any stop string."""
         matcher, node = self._matcher, self._node
         for end, char in enumerate(text, start=1):
             node = matcher.step(node, char)
-            if matcher.stop_chars[node]:  # of those that end together, the longest
+            if matcher.stop_chars[node]:  # the longest one that ends here
                 whole, self._held = self._held + text[:end], ""
                 start = len(whole) - matcher.stop_chars[node]
                 self.found = whole[start:]
@@ -160,5 +170,6 @@ class StopStrings:
         return whole[:given]
 
     def flush(self) -> str:
+        """Text that was held back."""
         given, self._held = self._held, ""
         return given

@@ -1,6 +1,6 @@
-"""What the runtime takes from generation_config.json, and what is wrong with one that it cannot take.
+"""Checks the keys of generation_config.json that the runtime uses.
 
-As in transformers, null is a key that is not there; 0 turns a setting off, as published configs have it.
+As in transformers, null counts as a missing key; 0 turns a setting off, as in published configs.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def fault_of(config: Mapping[str, Any], vocab_size: int) -> str | None:
-    """What is wrong with the first key that cannot be used, with its name; None where nothing is."""
+    """Description of the first key that is not valid, with its name; None if all are valid."""
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         return f"do_sample must be true or false, not {_short(do_sample)}"

@@ -1,14 +1,13 @@
-"""The process that renders a model's chat template: Jinja from a file that somebody else wrote.
+"""The process that renders a model's chat template, which is untrusted Jinja.
 
-The template runs in jinja2's sandbox, in a process of its own, so that the kernel can stop it wherever it is, in the
-middle of a single call too: timers end the process after a time of CPU or of the clock, and its address space has a
-limit. `ChatTemplate` starts it, asks it, and starts another one if it was ended.
+The template runs in jinja2's sandbox, in a process of its own, so that the kernel can stop it anywhere, even within a
+single call: timers end the process after some seconds of CPU time or of the clock, and its address space has a limit.
+`ChatTemplate` starts it, sends it conversations, and starts another one if it was ended.
 
-The names that a template may use are those of Hugging Face's chat templates: messages, add_generation_prompt,
-bos_token, eos_token, raise_exception, strftime_now, the filter tojson, and the tag `generation`, which marks what the
-model says and prints its content.
+Templates may use the names of Hugging Face's chat templates: messages, add_generation_prompt, bos_token, eos_token,
+raise_exception, strftime_now, the filter tojson, and the tag `generation`, which marks text of the model and prints it.
 
-The first frame on stdin is the template, each one after it a conversation; see worker_protocol.py.
+The first frame on stdin is the template, and each later one is a conversation; see worker_protocol.py.
 """
 
 import json
@@ -24,12 +23,12 @@ from jinja2.utils import Namespace
 
 from enginewright.runtime.text.worker_protocol import serve
 
-MAX_OUTPUT_CHARS = 16 << 20
+MAX_OUTPUT_CHARS = 16 << 20  # maximum number of characters that a template may print
 FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
 
 class Refused(Exception):
-    """The template refuses the messages, in its own words."""
+    """The template refuses the messages, with a reason of its own."""
 
 
 class TooLong(Exception):
@@ -37,7 +36,7 @@ class TooLong(Exception):
 
 
 class PlainNamespace(Namespace):
-    """Jinja's namespace stores attributes of any name, which the sandbox would not let a template read."""
+    """Namespace without private attributes; Jinja's own stores names that the sandbox would not let it read."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args  # by position, since a template may name an attribute `self`
@@ -57,18 +56,19 @@ def _check_name(name: object) -> None:
 
 
 class GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %}: a mark for training. Here it is its content."""
+    """{% generation %} … {% endgeneration %}: a mark for training, which prints its content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Parses the tag as its content."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
 def compile_template(source: str) -> Template:
-    """Raises what FAILURES lists for a source that is no Jinja."""
+    """Compiles a template. Raises one of FAILURES if it is not valid Jinja."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
@@ -80,10 +80,14 @@ def compile_template(source: str) -> Template:
 
 
 def render(template: Template, conversation: dict[str, Any]) -> str:
-    """The text of a conversation.
+    """Renders a conversation.
 
     Args:
-        conversation: "variables" by name, and "now", the time that the template may print, in ISO's form.
+        template: the compiled template.
+        conversation: "variables" by name, and "now", the time that the template may print, in ISO format.
+
+    Raises:
+        Refused, TooLong: as their descriptions say.
     """
     now = datetime.fromisoformat(conversation["now"])
     pieces: list[str] = []
@@ -101,15 +105,15 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Not jinja2's own, which escapes for HTML."""
+    """The filter tojson, without jinja2's escapes for HTML."""
     separators, sort_keys = options.get("separators"), bool(options.get("sort_keys", False))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class Answers:
-    """Replies to frames: the template, and then conversations."""
+    """Replies to frames: first the template, then conversations."""
 
-    template: Template | None = None  # not yet
+    template: Template | None = None  # compiled template; None until the first frame
 
     def __call__(self, frame: Any) -> dict[str, str]:
         try:

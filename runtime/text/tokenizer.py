@@ -1,4 +1,4 @@
-"""Text ↔ tokens: encoding, decoding, and conversations through the model's chat template."""
+"""Converts text to tokens and back, and conversations through the model's chat template."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,25 +17,32 @@ from enginewright.runtime.text.messages.parser import MessageFormat, ReasoningPl
 if TYPE_CHECKING:
     from enginewright.runtime.text.chat_template import ChatTemplate
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # that a chat template may use
-TEMPLATE_NAMES = ("messages", "add_generation_prompt", "chat_template", "tokenize", "tools", "documents")  # not free
-OPENING_TOKENS = 16  # of a prompt's end, that may begin the reasoning, or end it
-REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
-_FALLBACK_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # in vocabularies whose other tokens are texts
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # tokens that a chat template may use
+TEMPLATE_NAMES = (
+    "messages",
+    "add_generation_prompt",
+    "chat_template",
+    "tokenize",
+    "tools",
+    "documents",
+)  # not free for other variables
+OPENING_TOKENS = 16  # tokens at the end of a prompt in which reasoning may begin or end
+REPLACEMENT = "\ufffd"  # decoded from bytes that are no complete character
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in vocabularies whose other tokens are texts
 
 
 class _WholeTexts(dict[int, str | None]):
-    """The text of each token, decoded at its first use; None where the text depends on the tokens around it.
+    """The text of each token, decoded at its first use; None if the text depends on the tokens around it.
 
     Args:
-        tokenizer: must not be the Tokenizer that holds this, which would make a reference cycle.
+        tokenizer: must not be the Tokenizer that owns this object, which would make a reference cycle.
         known: texts that are not decoded.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, known: Mapping[int, str | None]) -> None:
         super().__init__(known)
         self._tokenizer = tokenizer
-        # Only then the text of several tokens is that of their bytes, with nothing done to its first one.
+        # Only then the text of several tokens is that of their bytes, without special treatment of the first one.
         self._decodes_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
 
     def __missing__(self, token: int) -> str | None:
@@ -55,19 +62,20 @@ class Encoding(dict[str, Any]):
 
 
 def _encoding(ids: list[Any]) -> Encoding:
-    """Of the tokens of a text, or of a list of such."""
+    """Encoding of the tokens of one text, or of several."""
     mask = [[1] * len(one) for one in ids] if ids and isinstance(ids[0], list) else [1] * len(ids)
     return Encoding(input_ids=ids, attention_mask=mask)
 
 
 @cache
 def _byte_names() -> Mapping[str, int]:
-    """Bytes by the characters that stand for them in byte-level vocabularies: those that can be printed stand for
-    themselves, the others are counted on from 256.
+    """Bytes by their characters in byte-level vocabularies.
+
+    Printable bytes stand for themselves, and the others are numbered from 256 on.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _check_unicode(text: str) -> None:
@@ -80,14 +88,15 @@ def _check_unicode(text: str) -> None:
 class Tokenizer:
     """A model's tokenizer.
 
-    whole_texts: of each token that has the same text wherever it stands between whole characters; None of others. The
-    second, [True], leaves special tokens out: their text is empty.
+    Attributes:
+        whole_texts: the text of each token that has the same text everywhere between complete characters, and None for
+            others. The second mapping, [True], is without special tokens: their text is empty.
 
     Args:
         tokenizer_json: tokenizers' own format.
         config: the keys of tokenizer_config.json that matter (special tokens).
-        chat_template: Jinja, or None.
-        now: the time that the template may print.
+        chat_template: the template in Jinja, or None.
+        now: gives the time that the template may print.
     """
 
     def __init__(
@@ -108,10 +117,10 @@ class Tokenizer:
         self._tokenizer.no_truncation()
 
     def use_message_format(self, form: MessageFormat) -> None:
-        """Read the model's messages so, whatever its chat template says. To be called before the first text."""
+        """Replaces the detected message format. To be called before the first text."""
         self.message_format = form
         ids = {mark: self.token_id(mark) for mark in form.marks}
-        # Ids of its marks that are special tokens: texts have them all the same.
+        # Marks that are special tokens, by id: they are part of texts although special tokens are not.
         self.shown_marks = {token: mark for mark, token in ids.items() if token in self.special_ids}
         self.mark_ids = {mark: token for token, mark in self.shown_marks.items()}
         skipped = {token: None if token in self.shown_marks else "" for token in self.special_ids}
@@ -122,7 +131,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary without those that were added to it; `len` counts them, too."""
+        """Number of tokens in the vocabulary without added ones; `len` counts these, too."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=False))
 
     def __len__(self) -> int:
@@ -130,60 +139,69 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
-        """The token that begins a text."""
+        """Token at the start of a text."""
         return self.config.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
-        """The token that ends a text; the model may have more of them (Engine.eos_token_ids)."""
+        """Token at the end of a text; the model may have more of them (Engine.eos_token_ids)."""
         return self.config.get("eos_token")
 
     @property
     def bos_token_id(self) -> int | None:
+        """Id of the token at the start of a text."""
         return self.token_id(self.bos_token)
 
     @property
     def eos_token_id(self) -> int | None:
+        """Id of the token at the end of a text."""
         return self.token_id(self.eos_token)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text: a beginning, an end, whose turn it is."""
+        """Ids of tokens that are no text, such as start, end, and marks of turns."""
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
 
     def token_id(self, token: str | None) -> int | None:
+        """Id of a token; None if the vocabulary does not have it."""
         return None if token is None else self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. A rendered chat already has its special tokens: encode it without adding any.
+        """Converts a text to token ids. A rendered chat already has its special tokens: encode it without adding any.
+
+        Args:
+            text: the text.
+            add_special_tokens: whether to add the special tokens around a text.
 
         Raises:
-            UsageError: the text holds half of a surrogate pair, as arguments that are no UTF-8 do.
+            UsageError: the text has an unpaired surrogate, as from command-line arguments that are not UTF-8.
         """
         _check_unicode(text)
-        # A batch, even of one text, is encoded without Python's lock, so that streams go on meanwhile.
+        # A batch, even of one text, is encoded without Python's lock, so that streams continue meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int, int]:
-        """Token ids of two texts as one, with what stands between and around them; where the second one begins, and
-        from where on tokens are of type 1.
+        """Converts two texts to one sequence of token ids, with the special tokens between and around them.
+
+        Returns:
+            The token ids, the index where the second text begins, and the index from which tokens are of type 1.
 
         Raises:
-            UsageError: a text holds half of a surrogate pair.
+            UsageError: a text has an unpaired surrogate.
         """
         for text in (first, second):
             _check_unicode(text)
         (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])
         begins = [
-            next((place for place, number in enumerate(numbers) if number == 1), len(encoding.ids))
+            next((index for index, number in enumerate(numbers) if number == 1), len(encoding.ids))
             for numbers in (encoding.sequence_ids, encoding.type_ids)
         ]
         return list(encoding.ids), begins[0], begins[1]
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> "Encoding":
-        """Token ids of a text, or of each of several, and an attention mask of ones, under transformers' names.
+        """Converts a text, or several, to token ids and an attention mask of ones, under transformers' names.
 
         Raises:
             UsageError: it is neither a text nor a list of texts.
@@ -195,12 +213,12 @@ class Tokenizer:
         return _encoding([self.encode(one, add_special_tokens=add_special_tokens) for one in text])
 
     def decode(self, ids: int | Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a token, or of several."""
+        """Text of a token, or of several."""
         tokens = [int(ids)] if isinstance(ids, Integral) else list(ids)  # type: ignore[arg-type]
         return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token: of its text, or its own where it has a part of a character."""
+        """Bytes of a token: those of its text, or its own if it is a part of a character."""
         text = self.decode([token], skip_special_tokens=False)
         written = self._tokenizer.id_to_token(token) or ""
         if REPLACEMENT not in text:
@@ -211,7 +229,7 @@ class Tokenizer:
         return bytes(names[name] for name in written) if names.keys() >= set(written) else text.encode()
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
-        """The id of a token, or of each of several; that of unk_token, or None, for one that is none."""
+        """Id of a token, or of each of several; an unknown token has that of unk_token, or None."""
         if not isinstance(tokens, str):
             return [self._id_or_unknown(token) for token in tokens]
         return self._id_or_unknown(tokens)
@@ -222,19 +240,20 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token as it is written in the vocabulary."""
+        """Number of characters of the longest token as it is written in the vocabulary."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def to_json(self) -> str:
-        """In tokenizers' own format."""
+        """The tokenizer in tokenizers' own format."""
         return str(self._tokenizer.to_str())
 
     @property
     def has_chat_template(self) -> bool:
+        """True if the model has a chat template."""
         return self._source is not None
 
     def template_names(self, name: str) -> bool:
-        """Whether the chat template has a variable of this name."""
+        """True if the chat template has a variable of this name."""
         return self._source is not None and name in self._source
 
     def render_chat(
@@ -245,13 +264,13 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """A conversation as the model was trained to see it.
+        """Renders a conversation with the model's chat template.
 
         Args:
-            messages: each with role and content.
-            tools: that the model may call, each as OpenAI's API has it.
-            add_generation_prompt: end with what the model's own messages begin with.
+            messages: messages with role and content.
+            add_generation_prompt: whether the text ends with the start of the model's message.
             template_kwargs: further variables of the template, such as Qwen3's enable_thinking.
+            tools: tools that the model may call, in OpenAI's format.
 
         Raises:
             UsageError: the model has no chat template, it refuses the messages, or a name is reserved.
@@ -267,7 +286,7 @@ class Tokenizer:
         )
 
     def reasoning_place(self, prompt: Sequence[int]) -> ReasoningPlace:
-        """Where in the model's reasoning a prompt ends, and its message goes on."""
+        """Position in the model's reasoning at the end of a prompt."""
         reasoning = self.message_format.reasoning
         if reasoning is None:
             return ReasoningPlace.OVER
@@ -277,7 +296,7 @@ class Tokenizer:
         return ReasoningPlace.OVER if text.endswith(reasoning.close) else ReasoningPlace.POSSIBLE
 
     def ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether a message goes on with the reasoning that its prompt has begun."""
+        """True if a message continues reasoning that its prompt has started."""
         return self.reasoning_place(prompt) is ReasoningPlace.BEGUN
 
     def apply_chat_template(
@@ -289,14 +308,14 @@ class Tokenizer:
         return_dict: bool = True,
         **template_kwargs: Any,
     ) -> "str | list[int] | Encoding":
-        """A conversation as text or as token ids, under transformers' names and with its defaults.
+        """Renders a conversation to text or token ids, under transformers' names and with its defaults.
 
         Args:
-            conversation: messages, which the template sees as they are.
-            tokenize: False gives the text.
-            add_generation_prompt: it is the model's turn.
-            return_dict: False gives the token ids alone.
-            template_kwargs: further names that the template may use.
+            conversation: messages, which the template gets unchanged.
+            tokenize: False returns the text.
+            add_generation_prompt: whether the text ends with the start of the model's message.
+            return_dict: False returns only the token ids.
+            template_kwargs: further variables of the template.
 
         Raises:
             UsageError: as `render_chat`.
@@ -309,11 +328,11 @@ class Tokenizer:
         text = self.render_chat(conversation, add_generation_prompt=add_generation_prompt, template_kwargs=given)
         if not tokenize:
             return text
-        ids = self.encode(text, add_special_tokens=False)  # the template has written them
+        ids = self.encode(text, add_special_tokens=False)  # the template has added them
         return _encoding(ids) if return_dict else ids
 
     def close(self) -> None:
-        """End the process that renders chats, if there is one."""
+        """Ends the process that renders chats, if there is one."""
         if "_template" in vars(self):
             self._template.close()
 

@@ -1,4 +1,4 @@
-"""A process for work that may have to be stopped: what others have written decides how long it takes."""
+"""Runs work that may have to be stopped, since untrusted input decides how long it takes, in a process."""
 
 import logging
 import signal
@@ -22,8 +22,8 @@ from enginewright.runtime.text.worker_protocol import (
 
 logger = logging.getLogger(__name__)
 
-# By what the work itself ends a process: its own timers, and the limits of its stack and memory. Any other signal comes
-# from outside, and says nothing about the work.
+# Signals by which the work itself ends a process: its timers, and the limits of its stack and memory. Any other signal
+# comes from outside, and is no fault of the work.
 _ENDED_BY: dict[int, str] = {
     signal.SIGPROF: f"it takes more than {MAX_CPU_SECONDS:g} s of CPU time",
     signal.SIGALRM: f"it takes more than {MAX_SECONDS:g} s",
@@ -33,15 +33,14 @@ _ENDED_BY: dict[int, str] = {
 
 
 class WorkerProcess:
-    """A process that answers frames of JSON (worker_protocol.py), started again where it had to be stopped.
+    """A process that answers frames of JSON (worker_protocol.py), and is restarted if it had to be stopped.
 
-    A frame under which something outside ends the process is asked a second time, of another process.
-
-    May be used from any thread; one frame is answered at a time.
+    If the process is killed from outside, the frame is sent a second time, to another process. It may be used from any
+    thread, and answers one frame at a time.
 
     Args:
-        module: that is run, whose main calls `serve`.
-        first: what each process gets before anything else. If its reply is not empty, it is that to what was asked.
+        module: the module to run, whose main calls `serve`.
+        first: frames that each process gets first. A reply to one that is not empty becomes the reply to the request.
     """
 
     def __init__(self, module: str, *first: Any) -> None:
@@ -51,31 +50,35 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, str]:
-        """Start it before it is needed; what it says of the first frames, if anything.
+        """Starts the process before it is needed.
+
+        Returns:
+            The reply to the first frames, empty without an error.
 
         Raises:
-            WorkerLostError: two processes were ended from outside.
+            WorkerLostError: two processes were killed from outside.
         """
         with self._lock:
             return self._twice(lambda: self._start()[1])
 
     def ask(self, data: bytes) -> dict[str, str]:
-        """The reply to a frame.
+        """Sends a frame, and waits for the reply.
 
         Args:
-            data: its JSON.
+            data: the frame's JSON.
 
         Returns:
-            {"too_long": why} where the work has ended the process.
+            The reply; {"too_long": reason} if the work has ended the process.
 
         Raises:
-            WorkerLostError: two processes were ended from outside.
+            WorkerLostError: two processes were killed from outside.
         """
         frame = framed(data)
         with self._lock:
             return self._twice(lambda: self._ask(frame))
 
     def close(self) -> None:
+        """Ends the process."""
         with self._lock:
             if self._process is not None:
                 _end(self._process)
@@ -97,12 +100,12 @@ class WorkerProcess:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
         self._process = process = subprocess.Popen(
-            # Without site, which may take longer than all the rest; worker_environment has the path.
+            # Without site, which may take longer than the rest of the start; worker_environment has the path.
             [sys.executable, "-S", "-P", "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=worker_environment(),
-            process_group=0,  # Ctrl-C in a terminal is for its parent
+            process_group=0,  # so that Ctrl-C in a terminal reaches only the parent
         )
         finalize(self, _end, process)
         for frame in self._first:
@@ -112,10 +115,13 @@ class WorkerProcess:
 
 
 def _ask(process: subprocess.Popen[bytes], frame: bytes) -> dict[str, str]:
-    """The reply to a frame, or why the work has ended the process instead.
+    """Sends a frame.
+
+    Returns:
+        The reply, or the reason why the work has ended the process.
 
     Raises:
-        WorkerLostError: the process was ended from outside.
+        WorkerLostError: the process was killed from outside.
     """
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -134,12 +140,12 @@ def _ask(process: subprocess.Popen[bytes], frame: bytes) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it has not ended, and close its pipes."""
+    """Ends the process, if it still runs, and closes its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         try:
             pipe.close()
-        except BrokenPipeError:  # what it did not read is of no use any more
+        except BrokenPipeError:  # unread data are no longer needed
             continue

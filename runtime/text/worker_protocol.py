@@ -1,6 +1,6 @@
-"""What a process and its workers agree on: limits, and frames of JSON on a pipe.
+"""Protocol between a process and its workers: limits, and frames of JSON on a pipe.
 
-A frame is four bytes of length, the least significant first, and so many bytes of JSON.
+A frame is four bytes of length, the least significant first, and then this number of bytes of JSON.
 """
 
 import json
@@ -12,32 +12,34 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 HEAD = struct.Struct("<I")
-# For a frame. A long conversation takes a hundredth of it, so that a busy machine refuses nobody.
+# Seconds for one frame. A long conversation takes a hundredth of them, so a busy machine still renders it in time.
 MAX_CPU_SECONDS = 1.0
 MAX_SECONDS = 60.0
-MAX_MEMORY_BYTES = 512 << 20  # of addresses, Python's own 50 MB among them
+MAX_MEMORY_BYTES = 512 << 20  # bytes of address space, of which Python itself takes 50 MB
 
 
 def read_frames(stream: IO[bytes]) -> Iterator[Any]:
-    """Frames until the stream ends."""
+    """Yields the values of frames until the stream ends."""
     while len(head := stream.read(HEAD.size)) == HEAD.size:
         (length,) = HEAD.unpack(head)
         yield json.loads(stream.read(length))
 
 
 def framed(data: bytes) -> bytes:
-    """JSON as a frame."""
+    """Packs JSON into a frame."""
     return HEAD.pack(len(data)) + data
 
 
 def to_frame(value: Any) -> bytes:
-    """Raises TypeError, ValueError or RecursionError for what JSON does not hold."""
+    """Packs a value into a frame. Raises TypeError, ValueError or RecursionError if JSON cannot represent it."""
     return framed(json.dumps(value).encode())
 
 
 def serve(answer: Callable[[Any], dict[str, str]]) -> None:
-    """What a worker does: answer the frames of stdin, each within the limits; the kernel ends it beyond those of time,
-    wherever it is.
+    """Answers the frames of stdin, each within the limits; the kernel ends the process at a time limit, wherever it is.
+
+    Args:
+        answer: returns the reply to the value of a frame.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

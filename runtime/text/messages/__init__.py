@@ -1,1 +1,1 @@
-"""What a model's own message is made of: reasoning, text for the user, and calls of tools."""
+"""Parts of a model's message: reasoning, text for the user, and tool calls, with a file for each format."""

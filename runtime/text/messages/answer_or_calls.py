@@ -1,38 +1,41 @@
-"""A model's message that is an answer of some structure, or calls in its place."""
+"""Parses a message that is either an answer of some structure, or calls instead of it."""
 
 import re
 
 from enginewright.runtime.text.messages.calls import Schemas
 from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, Text
 
-MAX_HEAD_CHARS = 256  # of a message, within which it is known to be calls
+MAX_HEAD_CHARS = 256  # characters of a message within which calls are recognized
 _SPACE = re.compile(r"\s+")
 
 
 class AnswerOrCallsParser:
-    """Reads a message that after its reasoning is an answer or calls, whichever its first characters say; it is used
-    like a MessageParser.
+    """Parses a message that after its reasoning is an answer or calls, which its first characters decide.
 
-    All of an answer is text, whatever marks stand in it: reading it as calls would change JSON that follows its schema.
+    It is used like a MessageParser. All of an answer is text, whatever marks it contains: to parse it as calls would
+    change JSON that follows its schema.
 
     Args:
-        form: of a model that calls tools.
-        schemas, in_reasoning, several: as of a MessageParser.
+        form: the format of a model that calls tools.
+        schemas: as of a MessageParser.
+        in_reasoning: as of a MessageParser.
+        several: as of a MessageParser.
     """
 
     def __init__(self, form: MessageFormat, schemas: Schemas, *, in_reasoning: bool, several: bool) -> None:
         assert form.calls is not None
         written = form.calls.written
         before = written.first + written.before_name
-        begins = [before + name + written.before_arguments for name in schemas]  # of calls without a mark
+        begins = [before + name + written.before_arguments for name in schemas]  # starts of calls without a mark
         self._openings = tuple(_SPACE.sub("", one) for one in ([form.calls.open] if form.calls.open else begins))
         self._reasoning = MessageParser(MessageFormat(form.reasoning), in_reasoning=in_reasoning, only_first=True)
         self._calls = MessageParser(MessageFormat(None, form.calls), schemas, several=several)
-        self._begun = ""  # what may begin either of them
-        self._is_answer: bool | None = None  # None: not known yet
+        self._begun = ""  # text that may start either of them
+        self._is_answer: bool | None = None  # None while unknown
 
     @property
     def num_calls(self) -> int:
+        """Number of calls so far."""
         return self._calls.num_calls
 
     @property
@@ -42,14 +45,15 @@ class AnswerOrCallsParser:
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of what was pushed that may still become text."""
+        """Number of characters at the end of the input that may still become text."""
         return self._reasoning.num_held + len(self._begun) + self._calls.num_held
 
     def push(self, text: str) -> list[Piece]:
+        """Parses more text, and returns the new pieces."""
         return self._sort(self._reasoning.push(text))
 
     def end(self, *, is_cut: bool = False) -> list[Piece]:
-        """The pieces that were held back. Nothing comes after them.
+        """Returns the pieces that were held back. Nothing follows.
 
         Args:
             is_cut: as of a MessageParser.
@@ -58,7 +62,7 @@ class AnswerOrCallsParser:
         return pieces + self._calls.push(self._begun) + self._calls.end(is_cut=is_cut)
 
     def _sort(self, pieces: list[Piece]) -> list[Piece]:
-        """The same pieces, their texts read as the answer or as calls."""
+        """The pieces, with their texts parsed as the answer or as calls."""
         found: list[Piece] = []
         for piece in pieces:
             found += self._take(piece.text) if isinstance(piece, Text) else [piece]

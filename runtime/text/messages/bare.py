@@ -1,4 +1,4 @@
-"""Arguments that are written bare: texts as they are, and all else as JSON."""
+"""Arguments in bare form: texts without quotes, and other values as JSON."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from enginewright.runtime.text.messages.lark import ANY, Lark, parts
 from enginewright.runtime.text.messages.schemas import kinds, type_of
 from enginewright.runtime.text.messages.source import Reading, Source
 
-_OF_TEXTS = ("enum", "maxLength", "minLength", "pattern")  # what says which texts; `format` is an annotation
+_OF_TEXTS = ("enum", "maxLength", "minLength", "pattern")  # keywords that restrict texts; `format` is an annotation
 _SCALARS = {
     "boolean": "/true|false/",
     "integer": "/-?[0-9]{1,18}/",
@@ -22,7 +22,18 @@ _SCALARS = {
 
 
 def read_bare(source: Source, found: FoundCalls, schema: Mapping[str, Any], argument: str, *ends: str) -> Reading[None]:
-    """Read the value of an argument up to what ends it, and add it to the call. Raises ValueError if nothing does."""
+    """Reads the value of an argument up to its end, and adds it to the call.
+
+    Args:
+        source: the text.
+        found: collects the calls.
+        schema: the schema of the tool's arguments.
+        argument: the name of the argument.
+        ends: texts that end the value.
+
+    Raises:
+        ValueError: none of them follows.
+    """
     if _kinds(schema, argument) != {"string"}:
         found.add(typed((yield from source.up_to(*ends)), schema, argument))
         return
@@ -33,7 +44,13 @@ def read_bare(source: Source, found: FoundCalls, schema: Mapping[str, Any], argu
 
 
 def typed(text: str, schema: Mapping[str, Any], argument: str) -> str:
-    """An argument that is written bare, as JSON: a text where its schema says so, or where it is nothing else."""
+    """Converts a bare argument to JSON: it is a text if its schema says so, or if it is not valid JSON.
+
+    Args:
+        text: the argument.
+        schema: the schema of the tool's arguments.
+        argument: the name of the argument.
+    """
     possible = _kinds(schema, argument)
     try:
         kind = type_of(check(text))
@@ -48,10 +65,10 @@ def _kinds(schema: Mapping[str, Any], argument: str) -> frozenset[str]:
 
 
 def bare_value(without: Sequence[str]) -> Callable[[Lark, Any, Mapping[str, Any], str], str]:
-    """The rule of such values, for ListedArguments.
+    """The grammar rule of such values, for ListedArguments.
 
     Args:
-        without: what no text may hold.
+        without: texts that no value may contain.
     """
 
     def value(lark: Lark, schema: Any, root: Mapping[str, Any], after: str) -> str:
@@ -62,18 +79,18 @@ def bare_value(without: Sequence[str]) -> Callable[[Lark, Any, Mapping[str, Any]
         if any(one.get("type", "string") == "string" and not any(key in one for key in _OF_TEXTS) for one in found):
             return lark.free(after, ANY, stops)
         if any(one["type"] in ("array", "object") and "enum" not in one for one in found):
-            why = "a text that is not any text cannot stand beside lists and objects"
-            raise UsageError("a schema cannot be held in the form of this model's calls", why)
+            why = "restricted texts cannot be alternatives of lists and objects"
+            raise UsageError("a schema cannot be enforced in the format of this model's calls", why)
         return lark.free(after, " | ".join(f"({texts(one)})" for one in found), stops)
 
     return value
 
 
 def texts(one: Mapping[str, Any]) -> str:
-    """The expression of the texts that are a value.
+    """The expression of the texts that are a valid value.
 
     Args:
-        one: a schema of one type, as `branches` has it, which is no list and no object.
+        one: a schema of one type, as `branches` returns it, which is no list and no object.
     """
     if "enum" in one:
         written = (value if isinstance(value, str) else json.dumps(value) for value in one["enum"])
@@ -89,7 +106,7 @@ def texts(one: Mapping[str, Any]) -> str:
 
 
 def _anchored(pattern: str) -> str:
-    """A pattern that is searched for, as one that the whole text matches."""
+    """Converts a pattern that is searched in a text to one that matches the whole text."""
     begin = "" if pattern.startswith("^") else "(?s:.*)"
     end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
     inner = pattern.removeprefix("^")

@@ -1,4 +1,4 @@
-"""How a family of models writes the calls of tools, as data; each of the other files here says it for one."""
+"""Describes as data how a family of models writes tool calls; each of the other files here describes one family."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,42 +13,49 @@ from enginewright.runtime.text.messages.source import Reading, Source
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call of a tool, or its beginning: what follows of its arguments comes as Arguments."""
+    """A tool call, or its start: the rest of its arguments follows as Arguments."""
 
-    name: str
-    arguments: str  # JSON
+    name: str  # name of the tool
+    arguments: str  # JSON of the arguments so far
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """More of the arguments of the latest call."""
+    """Further arguments of the latest call."""
 
-    text: str
+    text: str  # continuation of their JSON
 
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of each tool's arguments, by its name
+Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the tools' arguments, by name
 
 
 class FoundCalls:
     """The calls that a reader finds in a part of a message.
 
-    Where it is streamed, calls are certain once arguments of a tool that there is have begun, whatever follows.
+    In a streamed format, calls are certain once arguments of an existing tool have started, whatever follows.
 
-    is_certain: they are calls, and what is read is forgotten with each piece of arguments; else it may still be text.
+    Attributes:
+        is_certain: True if they are calls, so that the text is dropped with each piece of arguments. Otherwise it may
+            still turn out to be text.
+
+    Args:
+        source: the text.
+        schemas: schemas of the tools that may be called.
+        is_streamed: whether arguments are given out while they are read.
     """
 
     def __init__(self, source: Source, schemas: Schemas, *, is_streamed: bool) -> None:
         self._source, self.schemas, self._is_streamed = source, schemas, is_streamed
-        self._pieces: list[Call | Arguments] = []  # that were not taken yet
-        self._begun: list[Call] = []  # the latest call, if it has no arguments yet
+        self._pieces: list[Call | Arguments] = []  # pieces that were not taken yet
+        self._begun: list[Call] = []  # the latest call while it has no arguments
         self._name = ""
         self.is_certain = False
 
     def begin(self, name: str) -> None:
-        """A call begins."""
+        """Starts a call."""
         self._name, self._begun = name, [Call(name, "")]
 
     def add(self, text: str) -> None:
-        """More of its arguments."""
+        """Adds arguments to the call."""
         self._pieces += [*self._begun, Arguments(text)]
         self._begun = []
         self.is_certain |= self._is_streamed and self._name in self.schemas
@@ -56,19 +63,19 @@ class FoundCalls:
             self._source.drop()
 
     def take(self) -> list[Call | Arguments]:
-        """The pieces that were not taken yet, without a call that has no arguments yet."""
+        """Returns the pieces that were not taken yet, except for a call without arguments so far."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def end(self) -> list[Call | Arguments]:
-        """All that was not taken yet, with a call without arguments; where it was not certain, calls are whole."""
+        """Returns all that was not taken yet. Calls that were not certain are complete in one piece each."""
         pieces: list[Call | Arguments] = [*self.take(), *self._begun]
         self._begun = []
         return pieces if self.is_certain else whole_calls(pieces)
 
 
 def whole_calls(pieces: Sequence[Call | Arguments]) -> list[Call | Arguments]:
-    """Each call with the arguments that follow it."""
+    """Joins each call with the arguments that follow it."""
     whole: list[Call | Arguments] = []
     for is_call, group in groupby(pieces, lambda piece: isinstance(piece, Call)):
         if is_call:
@@ -81,7 +88,7 @@ def whole_calls(pieces: Sequence[Call | Arguments]) -> list[Call | Arguments]:
 
 
 def check_calls(calls: Sequence[Call | Arguments]) -> None:
-    """Raises ValueError where there are none, or where one has arguments that are no JSON object."""
+    """Raises ValueError if there are no calls, or one has arguments that are no JSON object."""
     if not calls:
         raise ValueError("no calls")
     for call in calls:
@@ -91,9 +98,10 @@ def check_calls(calls: Sequence[Call | Arguments]) -> None:
 
 @dataclass(frozen=True)
 class JsonArguments:
-    """Arguments as one object of JSON."""
+    """Arguments as one JSON object."""
 
     def rule(self, lark: Lark, schema: Mapping[str, Any]) -> str:
+        """The grammar rule of arguments with this schema."""
         return lark.json({"type": "object", "properties": {}, **schema})
 
 
@@ -101,17 +109,21 @@ class JsonArguments:
 class ListedArguments:
     """Arguments one by one, in the order of their schema."""
 
-    before_key: str
-    before_value: str
-    after_value: str
-    # The rule of a value and of what stands behind it: of the grammar, the value's schema, the schema that the
-    # value's refers to, and the text behind it. Raises UsageError for a schema that the form cannot hold.
+    before_key: str  # text before a key
+    before_value: str  # text between key and value
+    after_value: str  # text after a value
+    # makes the rule of a value and the text after it from the grammar, the value's schema, the schema that its
+    # references are in, and that text; raises UsageError for a schema that the format cannot enforce
     value: Callable[[Lark, Any, Mapping[str, Any], str], str]
-    between: str = ""
+    between: str = ""  # text between two arguments
     key: str = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"  # regular expression of the keys that can be written
 
     def rule(self, lark: Lark, schema: Mapping[str, Any]) -> str:
-        """Raises UsageError for a schema whose arguments cannot be written."""
+        """The grammar rule of arguments with this schema.
+
+        Raises:
+            UsageError: its arguments cannot be written.
+        """
 
         def entry(key: str, value: Any) -> str:
             written = f"{lark.text(self.before_key + key + self.before_value)}"
@@ -127,31 +139,32 @@ class ListedArguments:
 
 @dataclass(frozen=True)
 class WrittenCalls:
-    """The text of calls around names and arguments: what a grammar can hold a model to."""
+    """Text of calls around names and arguments, which grammars enforce."""
 
-    before_name: str
-    before_arguments: str
-    after_arguments: str
-    between: str | None = "\n"  # two calls; None: there is one at most
-    first: str = ""  # before all of them
-    last: str = ""  # behind all of them
-    arguments: JsonArguments | ListedArguments = JsonArguments()
+    before_name: str  # text before the name
+    before_arguments: str  # text between name and arguments
+    after_arguments: str  # text after the arguments
+    between: str | None = "\n"  # text between two calls; None allows at most one
+    first: str = ""  # text before all calls
+    last: str = ""  # text after all calls
+    arguments: JsonArguments | ListedArguments = JsonArguments()  # format of the arguments
     name: str = ".*"  # regular expression of the names that can be written
-    # Keys of the name and of the arguments, where a call is an object of JSON without marks, as an answer may be.
+    # keys of name and arguments, if a call is a JSON object without marks, as an answer may be
     json_keys: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Where calls stand in a message, and how they are read."""
+    """Format of calls: their place in a message, and how they are read."""
 
-    name: str  # for --tool-call-parser
-    template_marks: tuple[str, ...]  # a chat template that has all of them is of this family
-    # Reads what stands between `open` and `close`. Raises ValueError for what is no call.
+    name: str  # name for --tool-call-parser
+    template_marks: tuple[str, ...]  # texts that the chat templates of this family contain
+    # reads the text between `open` and `close`; raises ValueError if it is no call
     read: Callable[[Source, FoundCalls], Reading[None]]
-    written: WrittenCalls
-    open: str = ""  # empty: a message that begins with `begins` is calls as a whole, or none
-    close: str = ""  # empty: nothing stands after calls, which end with the message if there is no `open`
-    begins: str = ""
-    is_streamed: bool = False  # arguments are JSON in the text of calls: they are given as they come
-    marks: tuple[str, ...] = ()  # other tokens of its own, that are shown although they are special
+    written: WrittenCalls  # text around names and arguments
+    open: str = ""  # mark before calls; empty if a message that starts with `begins` consists of calls
+    close: str = ""  # mark after calls; empty if they end with the next mark or the message
+    begins: str = ""  # start of a message of calls, without `open`
+    # True if arguments are JSON in the text of calls, so that they can be given out while they are read
+    is_streamed: bool = False
+    marks: tuple[str, ...] = ()  # further tokens of the format, which are part of texts although they are special

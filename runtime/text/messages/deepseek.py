@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1: marks of its own around calls, names and arguments."""
+"""DeepSeek V3, R1 and V3.1: special tokens around calls, names and arguments."""
 
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, WrittenCalls
 from enginewright.runtime.text.messages.json_text import read_object
@@ -16,7 +16,7 @@ _BEGIN, _SEPARATOR, _END = _mark("tool", "call", "begin"), _mark("tool", "sep"),
 
 
 def _read(source: Source, found: FoundCalls) -> Reading[None]:
-    """V3 writes the name after "function", and its arguments as a block of code; V3.1 the name, and its arguments."""
+    """Reads V3's name after "function" and arguments as a block of code, or V3.1's name and arguments."""
     yield from source.space()
     while (yield from source.has(_BEGIN)):
         name = (yield from source.up_to(_SEPARATOR)).strip()

@@ -1,4 +1,4 @@
-"""The families of message formats, found by what a chat template writes."""
+"""The families of message formats, detected from the chat template."""
 
 from enginewright.errors import UsageError
 from enginewright.runtime.text.messages.answer_or_calls import AnswerOrCallsParser
@@ -14,7 +14,7 @@ from enginewright.runtime.text.messages.parser import MessageFormat, MessagePars
 from enginewright.runtime.text.messages.pythonic import LFM2, PYTHONIC
 from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
 
-# Those that share marks with a later one come before it.
+# A format whose marks include those of another one comes before it.
 CALL_FORMATS = (
     HARMONY,
     DEEPSEEK_V3,
@@ -39,7 +39,7 @@ REASONING_FORMATS = (
 
 
 def message_format(chat_template: str | None) -> MessageFormat:
-    """How a model writes what its template shows again in the next turn."""
+    """Detects the format of a model's messages from the marks in its chat template."""
     template = chat_template or ""
     calls = (one for one in CALL_FORMATS if all(mark in template for mark in one.template_marks))
     reasoning = (one for one in REASONING_FORMATS if one.close in template)
@@ -47,7 +47,7 @@ def message_format(chat_template: str | None) -> MessageFormat:
 
 
 def reasons(form: MessageFormat) -> bool:
-    """Whether a model may think before it answers."""
+    """True if a model may reason before it answers."""
     return form.reasoning is not None or form.calls is HARMONY
 
 
@@ -62,11 +62,14 @@ def new_parser(
     several: bool = True,
     only_first: bool = False,
 ) -> Parser | None:
-    """For a message; None where all of it is text.
+    """Creates the parser of a message; None if all of it is text.
 
     Args:
-        form, schemas, in_reasoning, several: as of a MessageParser.
-        only_first: marks are looked for at the beginning alone: those of reasoning, and after it those of calls.
+        form: as of a MessageParser.
+        schemas: as of a MessageParser.
+        in_reasoning: as of a MessageParser.
+        several: as of a MessageParser.
+        only_first: whether marks count only at the start: those of reasoning, and after it those of calls.
     """
     if form.calls is HARMONY:
         return HarmonyParser(schemas, several=several)
@@ -78,7 +81,7 @@ def new_parser(
 
 
 def call_format(name: str) -> CallFormat:
-    """Raises UsageError for a name that is none."""
+    """Finds a format by its name. Raises UsageError for an unknown one."""
     for one in CALL_FORMATS:
         if one.name == name:
             return one

@@ -1,6 +1,6 @@
 """Gemma 4 and FunctionGemma: <|tool_call>call:NAME{KEY:VALUE,…}<tool_call|>, with marks of their own around texts.
 
-Lists and objects are as in JSON, but for keys, which are bare; `format_argument` of Gemma 4's chat template writes them
+Lists and objects are as in JSON, except for bare keys; `format_argument` of Gemma 4's chat template writes them
 (https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4).
 """
 
@@ -15,9 +15,9 @@ from enginewright.runtime.text.messages.lark import Lark, parts
 from enginewright.runtime.text.messages.source import Give, Reading, Source
 
 _KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # for those of JSON
-MAX_DEPTH = 64  # of lists and objects in one another
-_FREE_DEPTH = 3  # of those that no schema describes, in what a grammar allows
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's words and those of JSON
+MAX_DEPTH = 64  # maximum nesting of lists and objects
+_FREE_DEPTH = 3  # maximum nesting in grammars for values without a schema
 _SCALARS = {"boolean": '("true" | "false")', "null": '"null"'}
 
 
@@ -49,7 +49,7 @@ def _reader(quote: str) -> Callable[[Source, FoundCalls], Reading[None]]:
             give(_scalar((yield from source.up_to(*",]}")).strip()))
 
     def read_entries(source: Source, give: Give, open: str, close: str, depth: int) -> Reading[None]:
-        """The rest of a list or an object."""
+        """Reads the rest of a list or an object."""
         give(open)
         yield from source.space()
         is_first = True
@@ -65,7 +65,7 @@ def _reader(quote: str) -> Callable[[Source, FoundCalls], Reading[None]]:
         give(close)
 
     def read_key(source: Source, give: Give) -> Reading[None]:
-        """With the colon after it."""
+        """Reads a key and the colon after it."""
         yield from source.space()
         if (yield from source.has(quote)):
             yield from read_quoted(source, give)
@@ -76,7 +76,7 @@ def _reader(quote: str) -> Callable[[Source, FoundCalls], Reading[None]]:
         give(": ")
 
     def read_quoted(source: Source, give: Give) -> Reading[None]:
-        """The rest of a text, and the quote that ends it."""
+        """Reads the rest of a text, and the quote that ends it."""
         give('"')
         if (yield from source.give_up_to(lambda text: give(escaped(text)), quote, *source.stops)) != quote:
             raise ValueError("a text without an end")
@@ -87,7 +87,7 @@ def _reader(quote: str) -> Callable[[Source, FoundCalls], Reading[None]]:
 
 
 def _scalar(text: str) -> str:
-    """A bare value as JSON: what is none is a text."""
+    """Converts a bare value to JSON; a value that is not valid JSON is a text."""
     if not text:
         raise ValueError("no value")
     try:
@@ -109,9 +109,9 @@ def _rules(quote: str, without: tuple[str, ...]) -> Callable[[Lark, Any, Mapping
             return f"{lark.text(quote)} {lark.free(quote, texts(branch), without)}"
         if kind == "array":
             entry = lark.rule(each(lark, branch.get("items", {}), root, depth + 1))
-            least, most = branch.get("minItems", 0), branch.get("maxItems")
-            more = f"({lark.text(',')} {entry}){{{max(least - 1, 0)},{'' if most is None else max(most - 1, 0)}}}"
-            listed = "" if most == 0 else f"{entry} {more}" if least else f"({entry} {more})?"
+            low, high = branch.get("minItems", 0), branch.get("maxItems")
+            more = f"({lark.text(',')} {entry}){{{max(low - 1, 0)},{'' if high is None else max(high - 1, 0)}}}"
+            listed = "" if high == 0 else f"{entry} {more}" if low else f"({entry} {more})?"
             return f'"[" {listed} "]"'
         if kind == "object":
             return f'"{{" {fields(lark, branch, root, depth)} "}}"'

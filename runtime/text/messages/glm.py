@@ -1,4 +1,4 @@
-"""GLM: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>, with lines until 4.6."""
+"""GLM: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>, with line breaks up to 4.6."""
 
 from enginewright.runtime.text.messages.bare import bare_value, read_bare
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
@@ -30,7 +30,7 @@ def _read(source: Source, found: FoundCalls) -> Reading[None]:
 
 
 def _format(name: str, template_marks: tuple[str, ...], line: str) -> CallFormat:
-    """line: what stands behind a name, a key and a value."""
+    """Creates a format; `line` follows a name, a key and a value."""
     values = bare_value(("</arg_value>", "<tool_call>", "</tool_call>"))
     return CallFormat(
         name,

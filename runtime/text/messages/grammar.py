@@ -10,30 +10,38 @@ from enginewright.runtime.text.messages.harmony import FINAL, HARMONY, NEXT, PRE
 from enginewright.runtime.text.messages.lark import ANY, Lark
 from enginewright.runtime.text.messages.parser import MessageFormat, ReasoningPlace
 
-MAX_CALLS = 16  # of a message whose calls a grammar holds
-MAX_PREAMBLES = 8  # of messages before the last one of an answer
+MAX_CALLS = 16  # maximum number of calls in a message with a grammar
+MAX_PREAMBLES = 8  # maximum number of messages before the last one of an answer
 SpecialTokens = Mapping[str, int]  # ids of the marks that are special tokens
 
 
 def only_calls(calls: CallFormat, schemas: Schemas, special_tokens: SpecialTokens, *, several: bool) -> str:
-    """Calls and nothing else.
+    """The grammar of calls without any other text.
 
     Args:
-        schemas: of the tools that may be called, one at least.
-        several: there may be more calls than one.
+        calls: the model's format of calls.
+        schemas: schemas of the tools that may be called, at least one.
+        special_tokens: ids of marks that are special tokens.
+        several: whether there may be more than one call.
 
     Raises:
-        UsageError: a call cannot be written in the model's form.
+        UsageError: a call cannot be written in the model's format.
     """
     lark = Lark(special_tokens)
     return lark.source(_block(lark, calls, schemas, several=several))
 
 
 def text_and_calls(calls: CallFormat, schemas: Schemas, special_tokens: SpecialTokens, *, several: bool) -> str:
-    """Any text, in which what begins as a call is one; arguments as of `only_calls`.
+    """The grammar of any text in which everything that starts like a call is a valid call.
+
+    Args:
+        calls: as of `only_calls`.
+        schemas: as of `only_calls`.
+        special_tokens: as of `only_calls`.
+        several: as of `only_calls`.
 
     Raises:
-        UsageError: a call cannot be written in the model's form.
+        UsageError: a call cannot be written in the model's format.
     """
     lark = Lark(special_tokens)
     if calls is HARMONY:
@@ -57,16 +65,18 @@ def answer_or_calls(
     *,
     several: bool,
 ) -> str:
-    """A message that ends with an answer, which @answer stands for, or with calls and nothing else.
+    """The grammar of a message that ends with an answer, which @answer stands for, or with calls and nothing else.
 
     Args:
-        form: of a model that calls tools.
-        schemas, several: as of `only_calls`.
+        form: the message format of a model that calls tools.
+        schemas: as of `only_calls`.
+        special_tokens: as of `only_calls`.
         place: where in the reasoning the prompt ends.
-        json_options: llguidance's of the answer, if it is JSON.
+        json_options: llguidance's options of the answer, if it is JSON.
+        several: as of `only_calls`.
 
     Raises:
-        UsageError: a call cannot be written in the model's form.
+        UsageError: a call cannot be written in the model's format.
     """
     assert form.calls is not None
     lark = Lark(special_tokens)
@@ -85,12 +95,12 @@ def _block(
     begun: str = "",
     json_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The rule of one call, or of several behind one another.
+    """The rule of one call, or of consecutive calls.
 
     Args:
-        begun: what has come of it.
-        json_options: of JSON that may come in place of the calls. Where a call is JSON, too, it has the same, since
-            llguidance cannot tell two texts apart that begin alike and consist of different lexemes.
+        begun: the part of it that precedes the rule.
+        json_options: options of JSON that may come instead of the calls. A call that is JSON, too, gets the same ones,
+            since llguidance cannot distinguish two texts with the same start that consist of different lexemes.
     """
     written = calls.written
     first, before_name = written.first, written.before_name
@@ -102,7 +112,7 @@ def _block(
     for name, schema in schemas.items():
         lark.tool = name if name.isprintable() else ""
         if not re.fullmatch(written.name, name):
-            raise UsageError(f"the tool {name!r} cannot be called", "its name cannot be written in the model's form")
+            raise UsageError(f"the tool {name!r} cannot be called", "its name cannot be written in the model's format")
         if written.json_keys is not None and json_options is not None:
             rules.append(lark.rule(lark.json(_as_json(name, schema, written.json_keys), **json_options)))
             continue
@@ -118,7 +128,7 @@ def _block(
 
 
 def _as_json(name: str, schema: Mapping[str, Any], keys: tuple[str, str]) -> dict[str, Any]:
-    """The schema of a call as an object. References within the arguments' schema are its own: it has an id."""
+    """Schema of a call as an object. It has an id, since references in the arguments' schema are relative to that."""
     arguments = {"$id": f"tool:{name}", "type": "object", "properties": {}, **schema}
     properties = dict(zip(keys, ({"const": name}, arguments), strict=True))
     return {"type": "object", "properties": properties, "required": list(keys), "additionalProperties": False}
@@ -127,11 +137,13 @@ def _as_json(name: str, schema: Mapping[str, Any], keys: tuple[str, str]) -> dic
 def before_answer(
     form: MessageFormat, special_tokens: SpecialTokens, place: ReasoningPlace, *, is_text: bool = True
 ) -> str | None:
-    """The part of a message before what was asked of it: its reasoning, if it has any; None: nothing.
+    """The grammar of the part of a message before an answer: its reasoning, if there is any; None if there is nothing.
 
     Args:
+        form: the model's message format.
+        special_tokens: ids of marks that are special tokens.
         place: where in the reasoning the prompt ends.
-        is_text: it was asked for a text, not for calls.
+        is_text: whether the answer is a text; otherwise it is calls.
     """
     lark = Lark(special_tokens)
     before = _before(lark, form, place, is_text=is_text)
@@ -141,7 +153,7 @@ def before_answer(
 
 
 def _before(lark: Lark, form: MessageFormat, place: ReasoningPlace, *, is_text: bool) -> str:
-    """The rule of that; empty if there is nothing. Where calls are wanted, none begins in the reasoning."""
+    """The rule of that part, which may be empty. If calls are required, none starts in the reasoning."""
     if form.calls is HARMONY:
         begun = " | ".join(lark.text(one) for one in PREAMBLES)
         return f"(({begun}) {lark.free(NEXT)}){{0,{MAX_PREAMBLES}}}"

@@ -1,7 +1,4 @@
-"""gpt-oss: a message is several, each with a channel, and maybe a tool that it is for (OpenAI's harmony format).
-
-<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.NAME<|message|>{…}<|call|>
-"""
+"""gpt-oss: several messages per answer, each with a channel and maybe a tool as recipient (OpenAI's harmony format)."""
 
 import re
 
@@ -12,20 +9,20 @@ from enginewright.runtime.text.messages.source import Reading, Source
 
 _MESSAGE = "<|message|>"
 _MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "<|end|>", "<|call|>", "<|return|>")
-_BEGINNINGS = ("<|start|>", "<|channel|>")  # of headers
-_ENDS = (*_BEGINNINGS, "<|end|>", "<|call|>", "<|return|>")  # of bodies
+_BEGINNINGS = ("<|start|>", "<|channel|>")  # marks that start a header
+_ENDS = (*_BEGINNINGS, "<|end|>", "<|call|>", "<|return|>")  # marks that end a body
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-# What the messages of an answer begin with: those before the last one, what stands behind each of these, and the last
-# one, unless it is a call.
+# Headers of an answer's messages before the last one, the text after each of these messages, and the header of the last
+# one unless it is a call.
 PREAMBLES = (f"<|channel|>analysis{_MESSAGE}", f"<|channel|>commentary{_MESSAGE}")
 NEXT = "<|end|><|start|>assistant"
 FINAL = f"<|channel|>final{_MESSAGE}"
-MAX_HEADER_CHARS = 1024  # what goes on without a body is no header
+MAX_HEADER_CHARS = 1024  # a longer text without a body is no header
 
 
 def _read_arguments(source: Source, found: FoundCalls) -> Reading[None]:
-    """Read the body of a call that has begun with its header."""
+    """Reads the body of a call after its header."""
     yield from source.space()
     if (yield from source.at_end()) or (yield from source.starts_with(*_ENDS)):
         found.add("{}")
@@ -48,9 +45,9 @@ HARMONY = CallFormat(
 
 
 class HarmonyParser(PieceParser):
-    """Reads such messages. What comes before the first mark is text.
+    """Parses such messages. Text before the first mark is text of the answer.
 
-    Arguments of a tool that may be called come as they are, from their brace on.
+    Arguments of a tool that may be called are given out as they are written, from their brace on.
     """
 
     def __init__(self, schemas: Schemas | None = None, *, several: bool = True) -> None:
@@ -59,7 +56,7 @@ class HarmonyParser(PieceParser):
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the message that goes on is an analysis."""
+        """True if the current message is an analysis."""
         return self._in_reasoning
 
     def _read(self) -> Reading[None]:
@@ -74,13 +71,13 @@ class HarmonyParser(PieceParser):
             yield from source.has(mark)
             if mark not in _BEGINNINGS:
                 source.drop()
-        rest = source.take_rest()  # the prefix of a mark, if there is any
+        rest = source.take_rest()  # may be the prefix of a mark
         if rest and source.is_cut and self._schemas and not self._in_reasoning:
             source.drop()
         self._release()
 
     def _read_header(self, begun: str) -> Reading[None]:
-        """Read the rest of a header, and the body of a call."""
+        """Reads the rest of a header, and the body of a call."""
         source, header = self._source, [begun]
         mark = yield from source.give_up_to(header.append, _MESSAGE, max_chars=MAX_HEADER_CHARS)
         if not mark:
@@ -105,6 +102,6 @@ class HarmonyParser(PieceParser):
             self._release()
 
     def _release(self, _: str = "") -> None:
-        """Give what was read."""
+        """Gives out the text that was read."""
         if text := self._source.take_back():
             self._pieces.append(Reasoning(text) if self._in_reasoning else Text(text))

@@ -1,8 +1,8 @@
-"""Earlier messages in the forms that chat templates can print: calls that were cut off, and answers that were empty.
+"""Converts earlier messages to forms that chat templates can print: calls that were cut off, and empty answers.
 
-A template is given arguments as an object where they are JSON of one, and else as the text that they are. Templates
-differ in what they print: some go through the keys of an object, and fail on a text or print nonsense for one; some put
-a text between others, and fail on an object; and some refuse an answer that is empty. So other forms follow the first.
+A template gets arguments as an object if they are JSON of one, and otherwise as text. Templates differ in what they can
+print: some iterate over the keys of an object, and fail on a text or print nonsense for one; some insert a text, and
+fail on an object; and some refuse an empty answer. So other forms are tried after the first one.
 """
 
 import json
@@ -11,12 +11,12 @@ from typing import Any
 
 from enginewright.runtime.text.messages.json_text import dump, load
 
-INVALID_JSON = "INVALID_JSON"  # the key of an object whose value is arguments that are none; as Anthropic's API has it
+INVALID_JSON = "INVALID_JSON"  # key of an object for arguments that are no JSON object, as in Anthropic's API
 Messages = Sequence[Mapping[str, Any]]
 
 
 def parse_object(arguments: str) -> dict[str, Any] | None:
-    """The object that arguments are as JSON; None if they are none, or hold half of a surrogate pair."""
+    """The object in a text of JSON; None if it is none, or has an unpaired surrogate."""
     try:
         value = load(arguments)
         if "\\u" in arguments:
@@ -27,7 +27,7 @@ def parse_object(arguments: str) -> dict[str, Any] | None:
 
 
 def as_object(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments for templates that take no text."""
+    """Arguments for templates that do not accept text."""
     if not isinstance(arguments, str):
         return arguments
     found = parse_object(arguments)
@@ -35,11 +35,12 @@ def as_object(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def as_text(arguments: str | Mapping[str, Any]) -> str:
+    """Arguments for templates that do not accept objects."""
     return arguments if isinstance(arguments, str) else dump(arguments)
 
 
 def forms(messages: Messages) -> Iterator[Messages]:
-    """The messages in each form that differs from those before, the best first."""
+    """Yields the messages in each different form, the best one first."""
     given: list[Messages] = []
     for filled in (messages, [_filled(message) for message in messages]):
         for change in (None, as_object, as_text):
@@ -50,7 +51,7 @@ def forms(messages: Messages) -> Iterator[Messages]:
 
 
 def shows(text: str, messages: Messages) -> bool:
-    """True if a prompt has all arguments that are no objects, as they are or in quotes of JSON."""
+    """True if a prompt contains all arguments that are no objects, as they are or quoted as JSON."""
     cut = [one for message in messages for one in _arguments(message) if isinstance(one, str)]
     return all(one in text or _quoted(one) in text for one in cut if parse_object(one) is None)
 
@@ -60,7 +61,7 @@ def _quoted(text: str) -> str:
 
 
 def _filled(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An empty answer as a space."""
+    """The message, with a space instead of an empty answer."""
     is_empty = message.get("role") == "assistant" and message.get("content") == "" and not message.get("tool_calls")
     return {**message, "content": " "} if is_empty else message
 
@@ -84,7 +85,7 @@ def _arguments(message: Mapping[str, Any]) -> Iterator[str | Mapping[str, Any]]:
 
 
 def _has_arguments(call: Any) -> bool:
-    """True if a call has the form of OpenAI's API; messages of `LLM.chat` may have any."""
+    """True if a call has the format of OpenAI's API; messages of `LLM.chat` may have any."""
     match call:
         case {"function": {"arguments": str() | Mapping()}}:
             return True

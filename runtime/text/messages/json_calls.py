@@ -1,4 +1,4 @@
-"""Calls as objects of JSON: {"name": …, "arguments": {…}}, where "arguments" may be "parameters"."""
+"""Reads calls as JSON objects: {"name": …, "arguments": {…}}, where "arguments" may be "parameters"."""
 
 import re
 
@@ -8,14 +8,17 @@ from enginewright.runtime.text.messages.source import Give, Reading, Source
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", *_ARGUMENTS, "type", "id")
-_BETWEEN = re.compile(r"[\s,;]*")  # calls
+_BETWEEN = re.compile(r"[\s,;]*")  # text between two calls
 
 
 def read_calls(source: Source, found: FoundCalls, *, only_known: bool = False) -> Reading[None]:
-    """Read one such object, or several, in a list or one after the other.
+    """Reads one such object, or several, in a list or one after the other.
 
     Args:
-        only_known: an object is no call unless all of its keys are a call's and its name is that of a tool.
+        source: the text.
+        found: collects the calls.
+        only_known: whether an object counts as a call only if all of its keys are a call's and its name is that of a
+            tool.
     """
     yield from source.space()
     is_list = yield from source.has("[")
@@ -31,7 +34,7 @@ def read_calls(source: Source, found: FoundCalls, *, only_known: bool = False) -
 
 
 def _read_call(source: Source, found: FoundCalls, only_known: bool) -> Reading[bool]:
-    """Read one. Returns whether it is complete; if not, nothing is known of what follows."""
+    """Reads one object. Returns True if it is complete; if not, nothing is known about the text that follows."""
     yield from source.expect("{")
     name: str | None = None
     early: list[str] = []  # arguments that come before the name
@@ -71,10 +74,10 @@ def _read_call(source: Source, found: FoundCalls, only_known: bool) -> Reading[b
 
 
 def _read_arguments(source: Source, give: Give) -> Reading[bool]:
-    """Read and give them. Returns whether they are complete."""
+    """Reads arguments and gives them out. Returns True if they are complete."""
     if (yield from source.starts_with("{")):
         return (yield from read_object(source, give))
-    text = yield from read_string(source)  # JSON within JSON
+    text = yield from read_string(source)  # a JSON text that contains JSON
     if not isinstance(check(text), dict):
         raise ValueError("arguments that are no object")
     give(text)
@@ -82,7 +85,7 @@ def _read_arguments(source: Source, give: Give) -> Reading[bool]:
 
 
 def _read_other(source: Source) -> Reading[None]:
-    """Read a value that says nothing of the call."""
+    """Reads a value that does not matter for the call."""
     parts: list[str] = []
     if (yield from source.starts_with("{")):
         yield from read_object(source, parts.append)

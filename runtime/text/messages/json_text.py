@@ -1,7 +1,7 @@
-"""Arguments as JSON: how they are read where a model writes them so, and written where it does not.
+"""Reads arguments that a model writes as JSON, and writes JSON of those that it writes in another format.
 
-What is given is JSON wherever the model's text can be taken for it: control characters in texts and backslashes that
-escape nothing are escaped, NaN and infinities are null. Numbers stay as they are written, of any size.
+The result is valid JSON even if the model's text is almost JSON: control characters in texts and backslashes that
+escape nothing are escaped, and NaN and infinities become null. Numbers stay as they are written, of any size.
 """
 
 import json
@@ -18,15 +18,20 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def read_object(
     source: Source, give: Give, *marks: str, begin: str = "{", in_texts: tuple[str, ...] = ()
 ) -> Reading[bool]:
-    """Read and give an object as it is written. Raises ValueError if there is none.
+    """Reads an object and gives it out as it is written.
 
     Args:
-        begin: [ of a list.
-        marks: what ends it before it is complete, outside of texts; the source's stops do, too.
-        in_texts: what ends it in texts.
+        source: the text.
+        give: takes the parts of the object.
+        marks: texts that end it before it is complete, outside of texts, in addition to the source's stops.
+        begin: "[" for a list.
+        in_texts: texts that end it within texts.
 
     Returns:
-        Whether it is complete.
+        True if it is complete.
+
+    Raises:
+        ValueError: there is none.
     """
     if not (yield from source.starts_with(begin)):
         raise ValueError(f"no {begin}")
@@ -45,13 +50,15 @@ def read_object(
 
 
 def read_text(source: Source, give: Give, *marks: str) -> Reading[bool]:
-    """Read and give a text, from what follows its opening quote to its closing quote.
+    """Reads a text and gives it out, from after its opening quote to its closing quote.
 
     Args:
-        marks: what ends it before.
+        source: the text.
+        give: takes the parts of the text.
+        marks: texts that end it early.
 
     Returns:
-        Whether it is complete.
+        True if it is complete.
     """
     while True:
         mark = yield from source.give_up_to(lambda text: give(escaped(text)), '"', "\\", *marks)
@@ -64,7 +71,7 @@ def read_text(source: Source, give: Give, *marks: str) -> Reading[bool]:
 
 
 def _read_escape(source: Source) -> Reading[str]:
-    """Read what follows a backslash; returns it as an escape of JSON."""
+    """Reads the characters after a backslash, and returns them as an escape of JSON."""
     char = yield from source.take(1)
     if char != "u":
         return f"\\{char}" if char in '"\\/bfnrt' else escaped(f"\\{char}")
@@ -73,7 +80,7 @@ def _read_escape(source: Source) -> Reading[str]:
 
 
 def read_string(source: Source) -> Reading[str]:
-    """Read a text with its quotes. Raises ValueError if it is none, or one that UTF-8 does not have."""
+    """Reads a text with its quotes. Raises ValueError if it is none, or not valid Unicode."""
     yield from source.expect('"')
     parts: list[str] = []
     if not (yield from read_text(source, parts.append, *source.stops)):
@@ -85,6 +92,7 @@ def read_string(source: Source) -> Reading[str]:
 
 
 def load(text: str) -> Any:
+    """Decodes JSON. Raises ValueError if it is not valid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -92,10 +100,10 @@ def load(text: str) -> Any:
 
 
 def check(text: str) -> Any:
-    """A value whose type is that of a text's, which has to be JSON; integers, which may be of any size, are zero.
+    """Decodes JSON only to see its type and whether it is valid; integers, which may be of any size, become zero.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not valid JSON.
     """
     try:
         return json.loads(text, parse_int=_zero, parse_constant=_refuse)
@@ -112,15 +120,15 @@ def _refuse(constant: str) -> Any:
 
 
 def escaped(text: str) -> str:
-    """A part of a text as JSON has it between quotes."""
+    """A part of a text as it is written between quotes in JSON."""
     return _without_surrogates(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 def dump(value: Any) -> str:
-    """Raises ValueError for numbers that JSON does not have."""
+    """Encodes JSON. Raises ValueError for numbers that JSON does not have."""
     return _without_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def _without_surrogates(text: str) -> str:
-    """JSON with surrogates, which UTF-8 does not have, as escapes."""
+    """Replaces surrogates, which UTF-8 does not have, by escapes."""
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

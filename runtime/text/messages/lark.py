@@ -1,4 +1,4 @@
-"""Grammars in llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), put together."""
+"""Writes grammars in llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
 
 import json
 import re
@@ -9,15 +9,15 @@ from enginewright.errors import UsageError
 from enginewright.runtime.text.messages.schemas import branches
 
 ANY = "/(?s:.*)/"  # any text
-TOOL = " // tool "  # before the name of a rule's tool, in a comment
+TOOL = " // tool "  # comment before the name of a rule's tool
 MAX_RULES = 10_000
-MAX_LISTED = 16  # arguments that no schema names
-# Between the parts of JSON: a space, as in what models are shown, or nothing.
+MAX_LISTED = 16  # maximum number of arguments without a schema
+# Separators in JSON: with a space, as in the texts that models see, or without one.
 _SEPARATED = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 class Lark:
-    """Rules of a grammar, each named by its number.
+    """Rules of a grammar, named by their numbers.
 
     Args:
         special_tokens: ids of the marks that are special tokens, which no text of a grammar matches.
@@ -25,11 +25,22 @@ class Lark:
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special_tokens = special_tokens
-        self.tool = ""  # the one that rules are added for; errors name it
+        self.tool = ""  # name of the tool that rules are added for; errors name it
         self._rules: list[str] = []
 
     def rule(self, body: str, options: str = "") -> str:
-        """Adds one; its name. Raises UsageError where there are too many."""
+        """Adds a rule.
+
+        Args:
+            body: the right side of the rule.
+            options: attributes after its name.
+
+        Returns:
+            The name of the rule.
+
+        Raises:
+            UsageError: there are too many rules.
+        """
         if len(self._rules) == MAX_RULES:
             raise UsageError("the schemas of the tools are too large, or refer to themselves")
         name = f"r{len(self._rules)}"
@@ -37,16 +48,17 @@ class Lark:
         return name
 
     def terminal(self, body: str) -> str:
-        """Adds one, which is a regular expression; its name."""
+        """Adds a terminal with a regular expression, and returns its name."""
         name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def source(self, start: str) -> str:
+        """The complete grammar."""
         return "\n".join((f"start: {start}", *self._rules))
 
     def text(self, text: str) -> str:
-        """Just this; its marks may be special tokens."""
+        """Exactly this text; its marks may be special tokens."""
         return " ".join(self._terms(text)) or '""'
 
     def _terms(self, text: str) -> Iterator[str]:
@@ -55,7 +67,7 @@ class Lark:
             yield f"<[{self._special_tokens[piece]}]>" if is_mark else json.dumps(piece, ensure_ascii=False)
 
     def _pieces(self, text: str) -> list[str]:
-        """Special tokens, and what stands between them."""
+        """Special tokens, and the texts between them."""
         marks = "|".join(map(re.escape, self._special_tokens))
         return list(filter(None, re.split(f"({marks})", text) if marks else [text]))
 
@@ -63,8 +75,9 @@ class Lark:
         """JSON that follows a schema.
 
         Args:
-            root: the schema that references are of, where it is another one.
-            guidance: options of llguidance's (its docs/json_schema.md).
+            schema: the schema.
+            root: the schema that references are in, if it is another one.
+            guidance: options of llguidance (its docs/json_schema.md).
 
         Raises:
             UsageError: it is nested too deeply.
@@ -78,11 +91,12 @@ class Lark:
             raise UsageError("a schema of arguments is nested too deeply") from error
 
     def free(self, until: str, content: str = ANY, without: Sequence[str] = ()) -> str:
-        """A text up to what ends it, and that.
+        """A text, and the text that ends it.
 
         Args:
-            content: expression of the texts that it may be.
-            without: what it must not hold.
+            until: the text that ends it.
+            content: expression of the valid texts.
+            without: texts that it must not contain.
         """
         first, *others = self._pieces(until)
         if first in self._special_tokens:
@@ -91,7 +105,7 @@ class Lark:
         return " ".join((ended, *(self.text(other) for other in others)))
 
     def rest(self, without: Sequence[str]) -> str:
-        """Any text, which holds none of these."""
+        """Any text that contains none of these."""
         return self.terminal(_without(ANY, without))
 
     def properties(
@@ -102,36 +116,45 @@ class Lark:
         between: str,
         key: str,
     ) -> str:
-        """Properties of an object in the order of its schema, those that it wants and any of the others. Without a
-        schema there may be any.
+        """Properties of an object in the order of its schema: all required ones, and any of the others.
+
+        Without a schema there may be any properties.
 
         Args:
-            entry: the rule of a property, of its name and its schema.
-            free: the rule of a property of any name.
-            between: the rule of what stands between two.
+            schema: the schema of the object.
+            entry: makes the rule of a property from its name and its schema.
+            free: makes the rule of a property with any name.
+            between: the rule of the text between two properties.
             key: regular expression of the names that can be written.
 
+        Returns:
+            The name of the rule.
+
         Raises:
-            UsageError: the schema is none of such an object.
+            UsageError: the schema does not describe such an object.
         """
         objects = parts(schema, schema)
         if len(objects) != 1 or objects[0].get("type", "object") != "object":
-            raise UsageError("a schema of arguments cannot be held", "the form of this model's calls wants one object")
+            raise UsageError(
+                "a schema of arguments cannot be enforced", "the format of this model's calls requires one object"
+            )
         schema = objects[0]
         given = schema.get("properties") or {}
-        wanted = schema.get("required") or ()
-        if not isinstance(given, Mapping) or not isinstance(wanted, list | tuple):
-            raise UsageError("a schema of arguments is none", "properties must be an object, and required a list")
-        if not given and not wanted:
+        required = schema.get("required") or ()
+        if not isinstance(given, Mapping) or not isinstance(required, list | tuple):
+            raise UsageError("a schema of arguments is not valid", "properties must be an object, and required a list")
+        if not given and not required:
             one = self.rule(free()) if schema.get("additionalProperties") is not False else ""
             return f"({one} ({between} {one}){{0,{MAX_LISTED - 1}}})?" if one else '""'
-        first, more = "", ""  # rules of the properties from one on, where none comes before it, or one does
-        for name, value in reversed([*given.items(), *((name, {}) for name in wanted if name not in given)]):
+        first, more = "", ""  # rules of the properties from one on, without a property before it, and with one
+        for name, value in reversed([*given.items(), *((name, {}) for name in required if name not in given)]):
             if not isinstance(name, str) or not re.fullmatch(key, name):
-                raise UsageError(f"the argument {str(name)[:60]!r} cannot be written in the form of this model's calls")
+                raise UsageError(
+                    f"the argument {str(name)[:60]!r} cannot be written in the format of this model's calls"
+                )
             one = self.rule(entry(name, value))
             alone = f"{one} {more}"
-            if name in wanted:
+            if name in required:
                 first, more = self.rule(alone), self.rule(f"{between} {one} {more}")
             else:
                 first = self.rule(f"{alone} | {first}" if first else f"({alone})?")
@@ -140,15 +163,15 @@ class Lark:
 
 
 def parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a value may be, as `branches` has it. Raises UsageError."""
+    """Alternatives of a value, as `branches` returns them. Raises UsageError."""
     try:
         return branches(schema, root)
     except ValueError as error:
-        raise UsageError("a schema cannot be held in the form of this model's calls", str(error)) from error
+        raise UsageError("a schema cannot be enforced in the format of this model's calls", str(error)) from error
 
 
 def _without(content: str, texts: Sequence[str]) -> str:
     if not texts:
         return content
-    held = "|".join(re.escape(text).replace("/", r"\/") for text in texts)
-    return f"({content}) & ~/(?s:.*)({held})(?s:.*)/ & {ANY}"
+    forbidden = "|".join(re.escape(text).replace("/", r"\/") for text in texts)
+    return f"({content}) & ~/(?s:.*)({forbidden})(?s:.*)/ & {ANY}"

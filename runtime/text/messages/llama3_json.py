@@ -1,4 +1,4 @@
-"""Llama 3.1 and 3.2: the message is {"name": …, "parameters": {…}}, or several with semicolons between."""
+"""Llama 3.1 and 3.2: a message is {"name": …, "parameters": {…}}, or several of these with semicolons between."""
 
 from functools import partial
 

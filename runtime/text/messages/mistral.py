@@ -1,4 +1,4 @@
-"""Mistral: [TOOL_CALLS] and a list of {"name": …, "arguments": {…}}; since 2025, [TOOL_CALLS]NAME[ARGS]{…} for each."""
+"""Mistral: [TOOL_CALLS] and a list of {"name": …, "arguments": {…}}; since 2025, [TOOL_CALLS]NAME[ARGS]{…} per call."""
 
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, WrittenCalls
 from enginewright.runtime.text.messages.json_calls import read_calls

@@ -1,4 +1,4 @@
-"""A model's message as it comes, cut into reasoning, text and calls."""
+"""Parses a model's message while it is generated into reasoning, text and calls."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -15,54 +15,54 @@ from enginewright.runtime.text.messages.source import Reading, Source
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """What stands around what a model thinks before it answers."""
+    """Marks around the reasoning before an answer."""
 
-    open: str
-    close: str
-    marks: tuple[str, ...] = ()  # tokens that these are begun with
+    open: str  # mark before the reasoning
+    close: str  # mark after the reasoning
+    marks: tuple[str, ...] = ()  # tokens that these marks start with
 
 
 class ReasoningPlace(Enum):
-    """Where in the reasoning a prompt ends."""
+    """Position in the reasoning at the end of a prompt."""
 
-    BEGUN = "begun"
-    OVER = "over"
-    POSSIBLE = "possible"  # the message may begin with it
+    BEGUN = "begun"  # the prompt starts the reasoning
+    OVER = "over"  # the reasoning is over, or there is none
+    POSSIBLE = "possible"  # the message may start with reasoning
 
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """How a model writes its messages; None: it does not."""
+    """Format of a model's messages."""
 
-    reasoning: ReasoningFormat | None = None
-    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None  # format of reasoning; None if the model has none
+    calls: CallFormat | None = None  # format of calls; None if the model makes none
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that a parser has to see, also where they are special tokens."""
+        """Texts that a parser must see, even if they are special tokens."""
         reasoning, calls = self.reasoning, self.calls
         found = [] if reasoning is None else [reasoning.open, reasoning.close, *reasoning.marks]
         return tuple(filter(None, found + ([] if calls is None else [calls.open, calls.close, *calls.marks])))
 
 
 class Text(msgspec.Struct, frozen=True):
-    """Of a message, for the user."""
+    """Text for the user."""
 
-    text: str
-    tokens: tuple[SampledToken, ...] = ()  # that it is written with, where somebody asks for their log-probabilities
+    text: str  # text
+    tokens: tuple[SampledToken, ...] = ()  # tokens of the text, if log-probabilities are requested
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """What the model thinks before it answers."""
+    """Text of the model's reasoning before its answer."""
 
-    text: str
+    text: str  # text
 
 
 Piece = Text | Reasoning | Call | Arguments
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces, neighbours of one kind as one; but calls, each of which is whole."""
+    """Joins neighbouring pieces of one kind, except for calls."""
     whole: list[Piece] = []
     for kind, group in groupby(pieces, type):
         same = list(group)
@@ -78,46 +78,49 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class PieceParser(ABC):
-    """Takes a message's text in pieces of any size: the same text gives the same message, wherever it is cut.
+    """Parses a message in pieces of any size; the result does not depend on where the text is cut.
 
     Args:
-        schemas: of the tools that may be called; None: there are none, and what looks like a call is text.
-        several: calls after the first are given, too.
+        schemas: schemas of the tools that may be called; None if there are none, so that everything like a call is
+            text.
+        several: whether calls after the first one count.
     """
 
     def __init__(self, schemas: Schemas | None, *, several: bool) -> None:
         self._schemas, self._several = schemas or {}, several
         self._source = Source()
-        self._pieces: list[Piece] = []  # that were not given yet
+        self._pieces: list[Piece] = []  # pieces that were not given out yet
         self._found: FoundCalls | None = None  # the calls that are being read
-        self._is_wanted = True  # whether the latest call is given, or is one too many
+        self._is_wanted = True  # False if the latest call is one too many
         self._reading = self._read()
         self.num_calls = 0
 
     @property
     @abstractmethod
     def in_reasoning(self) -> bool:
-        """True if the next text may go on with the reasoning."""
+        """True if the next text may continue the reasoning."""
 
     @abstractmethod
     def _read(self) -> Reading[None]:
-        """Read the message."""
+        """Reads the message."""
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of what was pushed that may still become text."""
+        """Number of characters at the end of the input that may still become text."""
         return self._source.num_held
 
     def push(self, text: str) -> list[Piece]:
+        """Parses more text, and returns the new pieces."""
         self._source.feed(text)
         return self._go_on()
 
     def end(self, *, is_cut: bool = False) -> list[Piece]:
-        """The pieces that were held back. Nothing comes after them.
+        """Returns the pieces that were held back. Nothing follows.
 
         Args:
-            is_cut: the model would have gone on. Then the beginning of a call is no text, and arguments are given as
-                far as they have come.
+            is_cut: whether the message was cut off. Then the start of a call is no text, and arguments are given out as
+                far
+                as they were generated.
         """
         self._source.is_ended, self._source.is_cut = True, is_cut
         return self._go_on()
@@ -130,13 +133,15 @@ class PieceParser(ABC):
         return pieces
 
     def _read_calls(self, found: FoundCalls, reading: Reading[None], *, may_be_cut: bool) -> Reading[bool]:
-        """Read calls and give them.
+        """Reads calls and gives them out.
 
         Args:
-            may_be_cut: what is no call yet is none of the text, either, where the message is cut.
+            found: collects the calls.
+            reading: the reader of the calls.
+            may_be_cut: whether a text that is no call yet is dropped if the message is cut off.
 
         Returns:
-            Whether there is nothing else in what was read; else the source still keeps it.
+            True if the text consists only of calls; otherwise the source still has it.
         """
         self._found = found
         try:
@@ -169,18 +174,19 @@ class PieceParser(ABC):
 
 
 class MessageParser(PieceParser):
-    """Reads messages with marks around their parts.
+    """Parses messages with marks around their parts.
 
-    A call of a tool that may be called comes with its name, and then its arguments as they are written, where the form
-    has them as JSON; it is one then, whatever follows. Other calls, and those in the reasoning, which they end, come
-    whole, once they have ended. What looks like a call and cannot be read stays text, as it was written. White space
-    between the parts of a message is of none of them.
+    If the format writes arguments as JSON, a call of a known tool is given out with its name, and then its arguments as
+    they are written; it stays a call, whatever follows. Other calls, and those in the reasoning, which they end, are
+    given out complete. Text that looks like a call and cannot be parsed stays text. White space between the parts of a
+    message belongs to none of them.
 
     Args:
-        form: the model's.
-        schemas, several: as of a PieceParser.
-        in_reasoning: the prompt has begun the reasoning.
-        only_first: nothing but reasoning at the beginning is looked for.
+        form: the model's message format.
+        schemas: as of a PieceParser.
+        in_reasoning: whether the prompt has started the reasoning.
+        several: as of a PieceParser.
+        only_first: whether only reasoning at the start is recognized.
     """
 
     def __init__(
@@ -196,11 +202,12 @@ class MessageParser(PieceParser):
         self._only_first, self._reasoning = only_first, form.reasoning
         self._calls = form.calls if schemas and not only_first else None
         self._in_reasoning = in_reasoning
-        self._is_at_start = in_reasoning  # or after a mark: white space is left out
-        self._has_text = False  # for the user; calls without a mark come before any
+        self._is_at_start = in_reasoning  # True at the start and after a mark, where white space is dropped
+        self._has_text = False  # True once there is text for the user; calls without a mark must precede it
 
     @property
     def in_reasoning(self) -> bool:
+        """True if the next text may continue the reasoning."""
         return self._in_reasoning
 
     def _read(self) -> Reading[None]:
@@ -222,13 +229,13 @@ class MessageParser(PieceParser):
                 yield from self._read_block(calls)
             else:
                 self._begin(in_reasoning=not self._in_reasoning)
-        rest = source.take_rest()  # the prefix of a mark, if there is any
+        rest = source.take_rest()  # may be the prefix of a mark
         if rest and source.is_cut and not self._in_reasoning and calls is not None and calls.open.startswith(rest):
             source.drop()
         self._release(is_whole=True)
 
     def _marks(self) -> tuple[str, ...]:
-        """What is looked for where it stands."""
+        """Marks that may come next."""
         marks = [] if self._calls is None else [self._calls.open]
         if self._reasoning is not None and self._in_reasoning:
             marks.append(self._reasoning.close)
@@ -237,12 +244,12 @@ class MessageParser(PieceParser):
         return tuple(filter(None, marks))
 
     def _begin(self, *, in_reasoning: bool) -> None:
-        """Another part of the message begins after a mark."""
+        """Starts another part of the message after a mark."""
         self._source.drop()
         self._in_reasoning, self._is_at_start = in_reasoning, True
 
     def _read_block(self, calls: CallFormat) -> Reading[None]:
-        """Read calls after their mark, or text where there are none."""
+        """Reads calls after their mark, or text if there are none."""
         source, reasoning = self._source, self._reasoning
         found = FoundCalls(source, self._schemas, is_streamed=calls.is_streamed and not self._in_reasoning)
         closing = (calls.open, calls.close) if calls.close else ()
@@ -255,7 +262,7 @@ class MessageParser(PieceParser):
             self._release()
 
     def _read_whole_block(self, calls: CallFormat, found: FoundCalls) -> Reading[None]:
-        """Read calls and what closes them: a mark, the next call, or the end of the message."""
+        """Reads calls and their end: a mark, the next call, or the end of the message."""
         source = self._source
         yield from calls.read(source, found)
         if calls.open and not calls.close:
@@ -267,11 +274,11 @@ class MessageParser(PieceParser):
             raise ValueError("more than calls")
 
     def _release(self, text: str = "", *, is_whole: bool = False) -> None:
-        """Give what was read as text, but for white space at its end, which may stand before a mark.
+        """Gives out the text that was read, except for white space at its end, which may precede a mark.
 
         Args:
-            text: what was read last.
-            is_whole: nothing comes after it.
+            text: the text that was read last.
+            is_whole: whether the message ends here.
         """
         if text.isspace():
             return

@@ -1,7 +1,7 @@
-"""Tools of models whose chat template shows none: described in the system message, and called by objects of JSON.
+"""Tools of models whose chat template shows none: described in the system message, and called by JSON objects.
 
-A call is {"name": …, "parameters": {…}}, as Llama 3.1 writes it. In the turns that follow it is text of the assistant,
-and what it has returned is text of the user.
+A call is {"name": …, "parameters": {…}}, as in Llama 3.1. In later turns, calls are text of the assistant, and their
+results are text of the user.
 """
 
 import json
@@ -21,11 +21,11 @@ _AFTER_TOOLS = """To call one, answer with an object of JSON and nothing else:
 def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Messages whose first one is the system's, and ends with a description of tools.
+    """Adds a description of tools to the system message, which is created if there is none.
 
     Args:
-        messages: each with a text as its content.
-        tools: each as OpenAI's API has it.
+        messages: messages with text as their content.
+        tools: the tools, in OpenAI's format.
 
     Raises:
         UsageError: a schema is nested too deeply.
@@ -42,16 +42,16 @@ def describe_tools(
 
 
 def calls_as_text(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages in which calls, and what they have returned, are texts.
+    """Converts calls and their results to text.
 
     Args:
-        messages: each with a text as its content, and calls as OpenAI's API has them.
+        messages: messages with text as their content, and calls in OpenAI's format.
 
     Raises:
-        UsageError: a call has another form.
+        UsageError: a call has another format.
     """
     shown: list[Mapping[str, Any]] = []
-    names: dict[str, str] = {}  # of the functions called, by the ids of calls
+    names: dict[str, str] = {}  # names of the called functions, by the ids of calls
     for role, group in groupby(messages, key=lambda message: message["role"]):
         if role == "tool":
             returned = ((names.get(str(one.get("tool_call_id")), "a call"), one["content"]) for one in group)

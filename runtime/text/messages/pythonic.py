@@ -13,11 +13,11 @@ from enginewright.runtime.text.messages.source import Give, Reading, Source
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
 _ESCAPES |= {char: char for char in "\\'\""}
-_CODES = {"x": 2, "u": 4, "U": 8}  # hexadecimal digits after it
+_CODES = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits after each letter
 _OCTAL = tuple("01234567")
 _NUMBER = re.compile(r"[+-]?[0-9.]")
 _QUOTES = ("'" * 3, '"' * 3, "'", '"')
-MAX_DEPTH = 64  # of lists and dicts in one another
+MAX_DEPTH = 64  # maximum nesting of lists and dicts
 
 
 def _read(source: Source, found: FoundCalls) -> Reading[None]:
@@ -57,7 +57,7 @@ def _read_call(source: Source, found: FoundCalls) -> Reading[None]:
 
 
 def _read_entries(source: Source, give: Give, close: str, read: Callable[[], Reading[None]]) -> Reading[int]:
-    """Read what has commas between, and what closes it. Returns the number of commas."""
+    """Reads entries with commas between, and the text that closes them. Returns the number of commas."""
     num_commas = 0
     yield from source.space()
     while not (yield from source.has(close)):
@@ -114,7 +114,7 @@ def _read_value(source: Source, give: Give, depth: int) -> Reading[None]:
 
 
 def _read_text(source: Source, give: Give) -> Reading[None]:
-    """Texts one after the other, which are one."""
+    """Reads adjacent texts, which form one."""
     give('"')
     while quote := (yield from _read_quote(source)):
         while (yield from source.give_up_to(lambda text: give(escaped(text)), quote, "\\")) == "\\":
@@ -126,7 +126,7 @@ def _read_text(source: Source, give: Give) -> Reading[None]:
 
 
 def _read_quote(source: Source) -> Reading[str]:
-    """Returns "" if none comes next."""
+    """Reads a quote, and returns it, or "" if none follows."""
     for quote in _QUOTES:
         if (yield from source.has(quote)):
             return quote
@@ -134,7 +134,7 @@ def _read_quote(source: Source) -> Reading[str]:
 
 
 def _read_escape(source: Source) -> Reading[str]:
-    """Read what a backslash begins. Returns its meaning."""
+    """Reads an escape after its backslash, and returns its meaning."""
     char = yield from source.take(1)
     if char in _CODES:
         meaning = chr(int((yield from source.take(_CODES[char])), 16))
@@ -150,7 +150,7 @@ def _read_escape(source: Source) -> Reading[str]:
 
 
 def _scalar(text: str) -> str:
-    """A number or a constant as JSON. Raises ValueError for what is none."""
+    """Converts a number or a constant to JSON. Raises ValueError for other text."""
     if text in _WORDS:
         return _WORDS[text]
     if not _NUMBER.match(text):

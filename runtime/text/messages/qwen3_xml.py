@@ -5,8 +5,8 @@ from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, Lis
 from enginewright.runtime.text.messages.json_text import dump
 from enginewright.runtime.text.messages.source import Reading, Source
 
-_ENDS = ("<parameter=", "</function>", "<tool_call>", "</tool_call>")  # of a value, wherever they stand
-# A value goes on until the parameter, the next one, the function or the call ends: a model may forget to end it.
+_ENDS = ("<parameter=", "</function>", "<tool_call>", "</tool_call>")  # marks that end a value anywhere
+# A value ends with its parameter, the next one, the function or the call, since a model may forget to end it.
 _VALUE_ENDS = tuple(f"{line}{end}" for line in ("\n", "") for end in ("</parameter>", *_ENDS))
 
 
@@ -45,7 +45,7 @@ def _read_function(source: Source, found: FoundCalls) -> Reading[None]:
 
 
 def _ignore(_: str) -> None:
-    """Skip the text between parameters, which means nothing."""
+    """Skips the text between parameters, which means nothing."""
 
 
 QWEN3_XML = CallFormat(

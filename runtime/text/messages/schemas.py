@@ -1,28 +1,29 @@
-"""JSON schemas, as far as forms have to understand them that do not write arguments as JSON."""
+"""Interprets JSON schemas, as far as needed for formats that do not write arguments as JSON."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
-MAX_STEPS = 256  # of references and alternatives that are followed
-# Keywords that say which type is meant where none is given.
-_MEANT = {
+MAX_STEPS = 256  # maximum number of references and alternatives that are followed
+# Keywords that imply a type if none is given.
+_IMPLIED_TYPES = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": ("pattern", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-_APART = ("allOf", "else", "if", "not", "then")  # what says more of a value than its type and the rest of its schema
+_APART = ("allOf", "else", "if", "not", "then")  # keywords that cannot be expressed as schemas of one type
 
 
 def branches(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a value may be, as schemas of one type each; {} is anything. `enum` stands for `const`, too.
+    """Splits a schema into alternatives of one type each; {} is any value. `const` becomes `enum`.
 
     Args:
-        root: the schema that references are of.
+        schema: the schema.
+        root: the schema that references are in.
 
     Raises:
-        ValueError: it has keywords that cannot be taken apart so, or references that lead nowhere.
+        ValueError: it has keywords that cannot be split this way, or invalid references.
     """
     found, rest = list[dict[str, Any]](), [schema]
     for _ in range(MAX_STEPS):
@@ -44,7 +45,7 @@ def branches(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif isinstance(one.get("allOf"), list) and len(one["allOf"]) == 1:
             rest.insert(0, {**one["allOf"][0], **{key: value for key, value in one.items() if key != "allOf"}})
         elif any(key in one for key in _APART):
-            raise ValueError(f"{next(key for key in _APART if key in one)} cannot be taken apart")
+            raise ValueError(f"{next(key for key in _APART if key in one)} cannot be split into types")
         elif isinstance(one.get("type"), list):
             rest[:0] = [{**one, "type": each} for each in one["type"]]
         else:
@@ -53,9 +54,9 @@ def branches(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_type(one: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A schema without alternatives, by the types of the values that it lists."""
+    """Splits a schema without alternatives by the types of the values that it lists."""
     if "enum" not in one or not isinstance(one["enum"], list):
-        meant = (type for type, keys in _MEANT.items() if any(key in one for key in keys))
+        meant = (type for type, keys in _IMPLIED_TYPES.items() if any(key in one for key in keys))
         type = one["type"] if one.get("type") in TYPES else next(meant, None)
         yield {} if type is None else {**one, "type": type}
         return
@@ -65,7 +66,7 @@ def _of_type(one: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a value may have; all of them where a schema says too much or nothing."""
+    """Types that a value may have; all types if the schema is too complicated or empty."""
     try:
         found = {one.get("type") for one in branches(schema, root)}
     except ValueError:
@@ -76,7 +77,7 @@ def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def type_of(value: Any) -> str:
-    """Of a decoded value."""
+    """JSON type of a decoded value."""
     match value:
         case None:
             return "null"
@@ -92,9 +93,9 @@ def type_of(value: Any) -> str:
 
 
 def _target(reference: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a reference within a schema is to. Raises ValueError."""
+    """The schema that a reference names. Raises ValueError."""
     if not isinstance(reference, str) or not reference.startswith("#"):
-        raise ValueError("a reference leads out of the schema")
+        raise ValueError("a reference leads outside of the schema")
     found: Any = root
     for name in filter(None, reference[1:].split("/")):
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None

@@ -1,7 +1,7 @@
-"""The text of a message that comes in pieces, for readers that are generators: each yields where it waits for more.
+"""The text of a message that arrives in pieces, for readers that are generators and yield while they wait for more.
 
-Nothing is read twice. A reader that waits has read all of the text but the prefix of a mark at its end, so the time of
-a message is linear in its length, however it is cut, and what a reader finds does not depend on where it is cut.
+Nothing is read twice. A waiting reader has read all of the text except for the prefix of a mark at its end, so the time
+for a message is linear in its length, and the result does not depend on where the text is cut.
 """
 
 import re
@@ -10,15 +10,19 @@ from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]  # the work of a reader, which returns a T
-Give = Callable[[str], None]  # takes a part of a text as soon as it is read
+Reading = Generator[None, None, T]  # a reader that returns a T
+Give = Callable[[str], None]  # receives a part of a text as soon as it is read
 
 _NOTHING = "(?!)"
 _SPACE = re.compile(r"\s*+")
 
 
 class Marks:
-    """Texts that are searched for. The first one in a text counts, and of those that begin there the longest."""
+    """Texts to search for. The first one in a text is found, and the longest one of several at the same position.
+
+    Args:
+        texts: the texts.
+    """
 
     def __init__(self, *texts: str) -> None:
         longest_first = sorted({*texts}, key=len, reverse=True)
@@ -27,24 +31,29 @@ class Marks:
         self._longest = max(map(len, texts), default=1)
 
     def find(self, text: str, start: int, *, is_end: bool) -> tuple[int, str]:
-        """The end of what cannot be a part of a mark, and the mark there; "" if none is complete.
+        """Searches a text.
 
         Args:
-            is_end: nothing follows the text.
+            text: the text.
+            start: the index to start at.
+            is_end: whether nothing follows the text.
+
+        Returns:
+            The end of the part that cannot belong to a mark, and the mark there; "" if none is complete.
         """
         found = self._whole.search(text, start)
         end = len(text) if found is None else found.start()
         tail = max(start, len(text) - self._longest + 1)
         if end < tail or (found is not None and is_end):
             return end, "" if found is None else found[0]
-        begun = self._begun.search(text, tail)  # it may become an earlier or a longer mark
+        begun = self._begun.search(text, tail)  # the prefix of a mark that would begin earlier or be longer
         if begun is not None and begun.start() <= end:
             return begun.start(), ""
         return end, "" if found is None else found[0]
 
 
 def _prefixes(text: str) -> str:
-    """The expression of a text without at least one character at its end."""
+    """Regular expression of a text without at least its last character."""
     expression = ""
     for char in reversed(text[:-1]):
         expression = f"{re.escape(char)}(?:{expression})?" if expression else re.escape(char)
@@ -55,16 +64,19 @@ marks_of = lru_cache(maxsize=256)(Marks)
 
 
 class Source:
-    """A text as far as it has come, and how far it was read.
+    """The text so far, and how much of it was read.
 
-    What was read is kept until it is dropped or taken back as text.
+    Text that was read is kept until it is dropped, or taken back as text.
 
-    is_ended: nothing follows what has come. is_cut: something would have. met_end: a reader wanted more than has come.
-    stops: marks at which a call ends or cannot go on, wherever they stand outside of quotes.
+    Attributes:
+        is_ended: True if nothing follows.
+        is_cut: True if the message was cut off at its end.
+        met_end: True once a reader has needed more text than there is.
+        stops: marks at which a call ends or cannot continue, outside of quotes.
     """
 
     def __init__(self) -> None:
-        self._text, self._place = "", 0  # what came last, and where it has not been read
+        self._text, self._place = "", 0  # latest text, and the index of its unread part
         self._kept: list[str] = []
         self._num_kept = 0
         self.stops: tuple[str, ...] = ()
@@ -72,33 +84,34 @@ class Source:
 
     @property
     def num_held(self) -> int:
-        """Characters that were neither dropped nor taken back."""
+        """Number of characters that were neither dropped nor taken back."""
         return self._num_kept + len(self._text) - self._place
 
     def feed(self, text: str) -> None:
+        """Adds text."""
         self._text, self._place = self._text[self._place :] + text, 0
 
     def drop(self) -> None:
-        """Forget what was read."""
+        """Drops the text that was read."""
         self._kept, self._num_kept = [], 0
 
     def take_back(self) -> str:
-        """Return the text that was read and not dropped, and keep it no longer."""
+        """Returns the text that was read and not dropped, and no longer keeps it."""
         text = "".join(self._kept)
         self.drop()
         return text
 
     def keep(self, text: str) -> None:
-        """Keep a text after what was read."""
+        """Keeps a text after the text that was read."""
         self._kept.append(text)
         self._num_kept += len(text)
 
     def take_rest(self) -> str:
-        """Read all that has come."""
+        """Reads all text so far."""
         return self._read_to(len(self._text))
 
     def at_end(self) -> Reading[bool]:
-        """Tell whether the text ends here, and is not cut."""
+        """Returns True if the text ends here, and was not cut off."""
         while self._place == len(self._text):
             if self.is_ended:
                 self.met_end = True
@@ -107,7 +120,7 @@ class Source:
         return False
 
     def starts_with(self, *marks: str) -> Reading[bool]:
-        """Tell whether one of some texts comes next."""
+        """Returns True if one of some texts comes next."""
         while not self._text.startswith(marks, self._place):
             rest = self._text[self._place : self._place + max(map(len, marks), default=0)]
             if not any(mark.startswith(rest) for mark in marks):
@@ -119,19 +132,19 @@ class Source:
         return True
 
     def has(self, mark: str) -> Reading[bool]:
-        """Read a text if it comes next, and tell whether it did."""
+        """Reads a text if it comes next, and returns True if it did."""
         found = yield from self.starts_with(mark)
         if found:
             self._read_to(self._place + len(mark))
         return found
 
     def expect(self, mark: str) -> Reading[None]:
-        """Read a text that has to come next. Raises ValueError if it does not."""
+        """Reads a text that must come next. Raises ValueError if it does not."""
         if not (yield from self.has(mark)):
             raise ValueError(f"no {mark}")
 
     def take(self, count: int) -> Reading[str]:
-        """Read this number of characters, fewer at the end of the text."""
+        """Reads this number of characters, or fewer at the end of the text."""
         while len(self._text) - self._place < count:
             if self.is_ended:
                 self.met_end = True
@@ -140,11 +153,11 @@ class Source:
         return self._read_to(self._place + count)
 
     def space(self) -> Reading[None]:
-        """Read white space."""
+        """Reads white space."""
         yield from self.all_of(_SPACE)
 
     def all_of(self, chars: re.Pattern[str]) -> Reading[str]:
-        """Read the characters that come next as long as an expression of any number of them has them."""
+        """Reads the longest text that an expression for any number of characters matches."""
         parts: list[str] = []
         while True:
             found = chars.match(self._text, self._place)
@@ -155,10 +168,15 @@ class Source:
             yield
 
     def give_up_to(self, give: Give, *marks: str, max_chars: int | None = None) -> Reading[str]:
-        """Read and give a text up to the first of some marks.
+        """Reads a text up to the first of some marks, and gives it out.
+
+        Args:
+            give: receives the parts of the text.
+            marks: the marks.
+            max_chars: the maximum number of characters.
 
         Returns:
-            The mark, which is not read yet; "" where none came before the end or within max_chars.
+            The mark, which is not read yet; "" if there was none before the end or within max_chars.
         """
         wanted, left = marks_of(*marks), max_chars
         while True:
@@ -179,7 +197,7 @@ class Source:
             yield
 
     def up_to(self, *marks: str) -> Reading[str]:
-        """Read the text up to the first of some marks, which is not read yet. Raises ValueError if a stop is first."""
+        """Reads the text up to the first of some marks, which is not read. Raises ValueError if a stop is first."""
         parts: list[str] = []
         if (yield from self.give_up_to(parts.append, *marks, *self.stops)) not in marks:
             raise ValueError(f"no {marks[0]}")
