@@ -133,7 +133,7 @@ def test_allow_never_waits(grammars: Grammars) -> None:
     try:
         held.take(first)
         assert not held.wait(0)
-        with pytest.raises(AssertionError, match="has not said"):
+        with pytest.raises(AssertionError, match="has not returned"):
             held.allow(np.zeros(num_words(engine().plan.vocab_size), np.uint32))
         for _ in range(10):
             other.take(second)

@@ -1,1 +1,1 @@
-"""Grammars that answers follow: compiled and walked by llguidance in processes of their own."""
+"""Grammars that answers follow: llguidance compiles and walks them in processes of their own."""

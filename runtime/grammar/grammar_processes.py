@@ -1,10 +1,10 @@
-"""The processes that compile and walk an engine's grammars (grammar_worker.py), and the thread that speaks with them.
+"""The processes that compile and walk an engine's grammars (grammar_worker.py), and the thread that controls them.
 
-All that is known of grammars and processes belongs to the thread; others put messages into its inbox and never wait.
+The state of grammars and processes belongs to the thread; other threads put messages into its inbox and never wait.
 
-A grammar is compiled in the first of two lanes, whose limits are those of honest grammars. One that goes beyond them,
-then or later, starts again in the second, with larger limits, and runs where the CPUs have nothing better to do. The
-second lane has half of the memory at most, so that there is always room for the first.
+A grammar is compiled in the first of two lanes, whose limits fit ordinary grammars. One that exceeds them, then or
+later, starts again in the second lane, with larger limits and a low priority. The second lane has at most half of the
+memory, so that there is always memory for the first.
 """
 
 import logging
@@ -50,11 +50,11 @@ from enginewright.runtime.text.worker_protocol import HEAD, framed
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 1 << 20  # of a socket, at once
-MAX_GRAMMARS = 256  # with a process each
-HANG_S = MAX_SECONDS + 10  # without a reply: the kernel has not ended the process, which may be stopped
-NUM_SPARE = 2  # processes that are there before somebody asks: to fork and to warm up one takes longer than to compile
-CONNECTION_BYTES = 1 << 20  # of a socket's buffer, if the system allows it
+READ_BYTES = 1 << 20  # maximum number of bytes read from a socket at once
+MAX_GRAMMARS = 256  # maximum number of grammars with a process
+HANG_S = MAX_SECONDS + 10  # seconds without a reply, after which a process must have been stopped
+NUM_SPARE = 2  # processes kept in reserve, since forking and warming up one takes longer than compiling
+CONNECTION_BYTES = 1 << 20  # size of a socket's buffer, if the system allows it
 
 
 def _closed() -> EngineError:
@@ -65,92 +65,93 @@ def _closed() -> EngineError:
 class Lane:
     """Limits of the process of a grammar."""
 
-    compile_s: float  # of CPU time
-    step_s: float  # of CPU time, for a mask
-    share: float  # of --grammar-memory, for one grammar
-    num_compiled: int  # at the same time
-    niceness: int  # of its process
+    compile_s: float  # CPU seconds for compiling
+    step_s: float  # CPU seconds for a mask
+    share: float  # share of --grammar-memory for one grammar
+    num_compiled: int  # maximum number of grammars that are compiled at the same time
+    niceness: int  # niceness of the process
 
 
 # Most schemas take 2 to 5 ms and 3 MiB, and a mask 50 us.
 FIRST = Lane(compile_s=0.03, step_s=SLOW_STEP_S, share=1 / 16, num_compiled=2, niceness=0)
 SECOND = Lane(compile_s=1.0, step_s=1.0, share=1 / 4, num_compiled=4, niceness=10)
-SECOND_SHARE = 0.5  # of --grammar-memory, for all grammars of the second lane
+SECOND_SHARE = 0.5  # share of --grammar-memory for all grammars of the second lane
 
-_BEYOND_TIME, _BEYOND_MEMORY = signal.SIGPROF, signal.SIGABRT  # what a process is ended by
+_BEYOND_TIME, _BEYOND_MEMORY = signal.SIGPROF, signal.SIGABRT  # signals that end a process at a limit
 
 
 @dataclass(eq=False)
 class Walk:
-    """One answer's way through a grammar, as the thread knows it."""
+    """The walk of one answer through a grammar, as the thread knows it."""
 
-    number: int
-    key: str
-    put: Callable[[WalkReply], None]  # where replies go
-    tokens: list[int] = field(default_factory=list)  # those that it has taken
-    ahead: Sequence[int] = ()  # those that it was last asked to look at
+    number: int  # number of the walk
+    key: str  # key of its grammar
+    put: Callable[[WalkReply], None]  # receives the replies
+    tokens: list[int] = field(default_factory=list)  # tokens that the walk has taken
+    ahead: Sequence[int] = ()  # draft tokens of the latest LOOK
 
 
 @dataclass(eq=False)
 class Process:
     """A grammar's process, or one that waits for a grammar."""
 
-    connection: socket.socket
-    forked_by: subprocess.Popen[bytes]
-    grammar: "CompiledGrammar | None" = None
-    pid: int | None = None  # None: not known yet
-    received: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
-    is_open: bool = True  # the connection
-    is_dropped: bool = False  # nobody waits for it any more
+    connection: socket.socket  # socket to the process
+    forked_by: subprocess.Popen[bytes]  # process that has forked it
+    grammar: "CompiledGrammar | None" = None  # grammar of the process; None while it waits for one
+    pid: int | None = None  # process id; None until it is known
+    received: bytearray = field(default_factory=bytearray)  # bytes of an incomplete frame
+    unsent: bytearray = field(default_factory=bytearray)  # bytes that are not sent yet
+    is_open: bool = True  # True until the connection is closed
+    is_dropped: bool = False  # True once nobody needs it any more
 
 
 @dataclass(eq=False)
 class CompiledGrammar:
-    """A grammar that is compiled, is being compiled, or waits for that."""
+    """A grammar that is compiled, is being compiled, or waits to be."""
 
-    key: str
-    lane: Lane = FIRST
-    process: Process | None = None  # None: it waits
-    is_ready: bool = False  # compiled
-    num_bytes: int = 0  # measured by its process; until then, all that it may take
-    waiting: list["Future[None]"] = field(default_factory=list)  # of those who want to know whether it can be compiled
-    walks: dict[int, Walk] = field(default_factory=dict)
-    num_asked: int = 0  # replies that have yet to come
-    heard_at: float = 0.0  # by time.monotonic: the last reply, or the first command after all were answered
+    key: str  # key of StructuredOutputsParams
+    lane: Lane = FIRST  # lane of its process
+    process: Process | None = None  # its process; None while it waits
+    is_ready: bool = False  # True once it is compiled
+    num_bytes: int = 0  # bytes measured by its process; until then, its limit
+    waiting: list["Future[None]"] = field(default_factory=list)  # futures that end when it is compiled
+    walks: dict[int, Walk] = field(default_factory=dict)  # its walks by number
+    num_pending: int = 0  # number of replies that are still to come
+    heard_at: float = 0.0  # time of the last reply, or of the first command after all were answered, by time.monotonic
 
     @property
     def is_unused(self) -> bool:
+        """True if it is compiled and has no walks."""
         return self.is_ready and not self.walks
 
 
 class GrammarProcesses:
-    """Compiles grammars, and answers which tokens may come next in walks. All methods return at once, in any thread.
+    """Compiles grammars, and makes masks for walks. All methods return at once, in any thread.
 
-    Nothing runs before the first grammar.
+    No process runs before the first grammar.
 
     Args:
-        read_tokenizer: the engine's tokenizer.json. Called by the thread, once for each process that forks.
+        read_tokenizer: reads the engine's tokenizer.json. It is called by the thread, once for each process that forks.
         setup: further settings of the process that forks.
-        capacity_bytes: of the memory of all processes that no other shares.
+        capacity_bytes: memory that all processes together may have for themselves, in bytes.
     """
 
     def __init__(self, read_tokenizer: Callable[[], bytes], setup: Mapping[str, Any], capacity_bytes: int) -> None:
         self._read_tokenizer, self._setup, self._capacity_bytes = read_tokenizer, setup, capacity_bytes
-        self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the latest used last
+        self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the most recently used last
         self._queues: dict[Lane, deque[CompiledGrammar]] = {FIRST: deque(), SECOND: deque()}
         self._walks: dict[int, Walk] = {}
         self._numbers = count()
         self._num_evictions = 0
         self._fork_server: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None  # to it
-        self._has_forked = False  # a process, since it was started
-        self._forking: deque[Process] = deque()  # those that have no number yet, in the order that they get it
-        self._by_pid: dict[int, Process] = {}  # those that have not ended
+        self._control: socket.socket | None = None  # socket to the process that forks
+        self._has_forked = False  # True once the process that forks has forked one
+        self._forking: deque[Process] = deque()  # processes without an id yet, in the order of their ids
+        self._by_pid: dict[int, Process] = {}  # processes that have not ended
         self._spare: deque[Process] = deque()
-        self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()  # None: the end
-        self._is_awake = False  # the thread has been told of what is in its inbox
-        self._lock = threading.Lock()  # of those that put something there, and of the three that follow
+        self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()  # None ends it
+        self._is_awake = False  # True once the thread was woken for its inbox
+        self._lock = threading.Lock()  # guards the writers of the inbox, and the three attributes below
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -160,14 +161,17 @@ class GrammarProcesses:
     # From any thread
 
     def compile(self, key: str) -> "Future[None]":
-        """Ends when the grammar is compiled.
+        """Compiles a grammar.
 
         Args:
-            key: of StructuredOutputsParams.
+            key: the key of StructuredOutputsParams.
+
+        Returns:
+            A future that ends when the grammar is compiled, or with an error.
 
         Raises (the future):
-            UsageError: it cannot be compiled, or takes too much.
-            EngineError: no grammar of this engine can be.
+            UsageError: it cannot be compiled, or exceeds a limit.
+            EngineError: grammars cannot be used with this engine.
         """
         future: Future[None] = Future()
         if not self._post(self._compile, key, future):
@@ -175,29 +179,30 @@ class GrammarProcesses:
         return future
 
     def open(self, key: str, put: Callable[[WalkReply], None]) -> int:
-        """A walk, whose replies go to `put`, called by the thread."""
+        """Starts a walk, and returns its number. The thread passes its replies to `put`."""
         number = next(self._numbers)
         self._post(self._open, Walk(number, key, put))
         return number
 
     def take(self, number: int, token: int) -> None:
-        """A walk goes on with this token; a reply says what may come next."""
+        """Advances a walk by a token; the reply has the next mask."""
         self._post(self._take, number, token)
 
     def look(self, number: int, tokens: Sequence[int]) -> None:
-        """A reply says which tokens may come after the first of these, the first two, …"""
+        """Requests the masks after the first of these tokens, the first two, …"""
         self._post(self._look, number, list(tokens))
 
     def end(self, number: int) -> None:
-        """A walk has ended."""
+        """Ends a walk."""
         self._post(self._end, number)
 
     def stats(self) -> GrammarStats:
+        """Statistics of the grammars."""
         grammars = list(self._grammars.values())
         return GrammarStats(len(grammars), sum(one.num_bytes for one in grammars), self._num_evictions)
 
     def close(self) -> None:
-        """End the processes and the thread."""
+        """Ends the processes and the thread."""
         with self._lock:
             if self._is_closed:
                 return
@@ -210,7 +215,7 @@ class GrammarProcesses:
         os.close(self._wake)
 
     def _post(self, act: Callable[..., None], *arguments: Any) -> bool:
-        """Have the thread do something; False where it has ended."""
+        """Passes a call to the thread; returns False if the thread has ended."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -228,7 +233,7 @@ class GrammarProcesses:
     def _run(self) -> None:
         why = _closed()
         try:
-            while self._turn():
+            while self._handle_events():
                 continue
         except Exception as error:
             logger.exception("the thread of grammars has ended")
@@ -244,8 +249,8 @@ class GrammarProcesses:
         if self._fork_server is not None:
             self._end_fork_server()
 
-    def _turn(self) -> bool:
-        """Do what there is to do; False: it is the end."""
+    def _handle_events(self) -> bool:
+        """Handles all events; returns False at the end."""
         ready = self._selector.select(1.0 if self._is_waiting else None)
         for key, events in ready:
             if key.fd == self._wake:
@@ -270,10 +275,10 @@ class GrammarProcesses:
 
     @property
     def _is_waiting(self) -> bool:
-        """For a reply, which may never come."""
-        return bool(self._forking) or any(one.num_asked for one in self._grammars.values())
+        """True while a reply is pending, which may never come."""
+        return bool(self._forking) or any(one.num_pending for one in self._grammars.values())
 
-    # What the inbox asks for
+    # Messages of the inbox
 
     def _compile(self, key: str, future: "Future[None]") -> None:
         grammar = self._find(key)
@@ -287,7 +292,7 @@ class GrammarProcesses:
         grammar = self._find(walk.key)
         grammar.walks[walk.number] = walk
         if grammar.is_ready:
-            self._ask(grammar, OPEN, walk.number)
+            self._request(grammar, OPEN, walk.number)
 
     def _take(self, number: int, token: int) -> None:
         walk = self._walks.get(number)
@@ -296,7 +301,7 @@ class GrammarProcesses:
         walk.tokens.append(token)
         walk.ahead = ()
         if self._grammars[walk.key].is_ready:
-            self._ask(self._grammars[walk.key], TAKE, number, [token])
+            self._request(self._grammars[walk.key], TAKE, number, [token])
 
     def _look(self, number: int, tokens: list[int]) -> None:
         walk = self._walks.get(number)
@@ -304,7 +309,7 @@ class GrammarProcesses:
             return
         walk.ahead = tokens
         if self._grammars[walk.key].is_ready:
-            self._ask(self._grammars[walk.key], LOOK, number, tokens)
+            self._request(self._grammars[walk.key], LOOK, number, tokens)
 
     def _end(self, number: int) -> None:
         walk = self._walks.pop(number, None)
@@ -326,9 +331,9 @@ class GrammarProcesses:
     # Compiling
 
     def _start_waiting(self) -> None:
-        """Start to compile what waits, as far as there is room."""
+        """Starts to compile waiting grammars, as far as the limits allow."""
         for lane, queue in self._queues.items():
-            while queue and self._has_room(lane):
+            while queue and self._can_start(lane):
                 grammar = queue.popleft()
                 if self._grammars.get(grammar.key) is not grammar:
                     continue
@@ -337,7 +342,7 @@ class GrammarProcesses:
                     continue
                 self._start(grammar)
 
-    def _has_room(self, lane: Lane) -> bool:
+    def _can_start(self, lane: Lane) -> bool:
         """True if one more grammar can be compiled now; unused ones are evicted for it."""
         compiling = [one for one in self._grammars.values() if one.process is not None and not one.is_ready]
         if sum(one.lane is lane for one in compiling) >= lane.num_compiled:
@@ -361,7 +366,7 @@ class GrammarProcesses:
         return sum(one.num_bytes for one in self._grammars.values() if lane in (None, one.lane))
 
     def _evict_one(self, lane: Lane | None = None) -> bool:
-        """Evict the grammar of a lane, or of any, that has been unused for longest; False if all are in use."""
+        """Evicts the least recently used grammar of a lane, or of any; False if all are in use."""
         unused = (one for one in self._grammars.values() if one.is_unused and lane in (None, one.lane))
         grammar = next(unused, None)
         if grammar is None:
@@ -381,12 +386,12 @@ class GrammarProcesses:
             return
         lane, grammar.process, process.grammar = grammar.lane, process, grammar
         grammar.num_bytes = int(lane.share * self._capacity_bytes)
-        grammar.num_asked, grammar.heard_at = 1, time.monotonic()
+        grammar.num_pending, grammar.heard_at = 1, time.monotonic()
         order = GrammarOrder(grammar.key, grammar.num_bytes, lane.compile_s, lane.step_s, lane.niceness)
         self._send(process, msgspec.json.encode(order))
 
     def _fork(self) -> Process:
-        """A new process, which waits for its grammar.
+        """Forks a process, which waits for its grammar.
 
         Raises:
             EngineError: the tokenizer cannot be read.
@@ -402,14 +407,17 @@ class GrammarProcesses:
         self._forking.append(process)
         try:
             socket.send_fds(control, [FORK_MESSAGE.pack(FORK, 0)], [theirs.fileno()])
-        except OSError:  # it has ended, of which `_read_control` hears next
+        except OSError:  # it has ended, which `_read_control` handles next
             return process
         finally:
             theirs.close()
         return process
 
     def _ready_fork_server(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        """The process that forks, and the socket to it.
+        """Starts the process that forks, if it does not run.
+
+        Returns:
+            The socket to it, and the process.
 
         Raises:
             EngineError: the tokenizer cannot be read.
@@ -424,12 +432,12 @@ class GrammarProcesses:
                 writer.write(text)
             os.lseek(file, 0, os.SEEK_SET)
             self._fork_server = subprocess.Popen(
-                # Without site, which may take longer than all the rest; worker_environment has the path.
+                # Without site, which may take longer than the rest of the start; worker_environment has the path.
                 [sys.executable, "-S", "-P", "-m", "enginewright.runtime.grammar.grammar_worker"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=worker_environment(),
-                process_group=0,  # Ctrl-C in a terminal is for its parent
+                process_group=0,  # so that Ctrl-C in a terminal reaches only the parent
             )
             socket.send_fds(ours, [msgspec.json.encode(self._setup)], [file])
         finally:
@@ -440,22 +448,22 @@ class GrammarProcesses:
         return ours, self._fork_server
 
     def _end_fork_server(self) -> None:
-        """End it, and with it the processes that it has forked."""
+        """Ends the process that forks, and with it all processes that it has forked."""
         assert self._fork_server is not None and self._control is not None
         self._selector.unregister(self._control)
         self._control.close()
         if not self._has_forked:
-            self._fork_server.kill()  # it may be making the trie; else it ends what it has forked, and itself
+            self._fork_server.kill()  # it may be making the trie; later it ends by itself, after its children
         self._fork_server.wait()
         self._fork_server = self._control = None
 
-    # What processes say
+    # Messages of processes
 
     def _read_control(self) -> None:
         assert self._control is not None
         try:
             data = self._control.recv(1 << 16)
-        except ConnectionResetError:  # it has ended before it has read all
+        except ConnectionResetError:  # it has ended before it has read everything
             data = b""
         if not data:
             self._fork_server_ended()
@@ -473,11 +481,11 @@ class GrammarProcesses:
                 self._kill(process)
         elif message.ended:
             process = self._by_pid.pop(message.ended)
-            self._read(process)  # what it has said before
+            self._read(process)  # its last replies
             self._process_ended(process, message.status)
 
     def _fork_server_ended(self) -> None:
-        """Processes that it has forked go on, but nobody says how they end."""
+        """Handles the end of the process that forks; its children go on, but their exit status stays unknown."""
         assert self._control is not None and self._fork_server is not None
         self._selector.unregister(self._control)
         self._control.close()
@@ -491,7 +499,7 @@ class GrammarProcesses:
                 self._process_ended(process, None)
 
     def _read(self, process: Process) -> None:
-        """Take up what a grammar's process has answered."""
+        """Handles the replies of a grammar's process."""
         try:
             data = process.connection.recv(READ_BYTES) if process.is_open else b""
         except BlockingIOError:
@@ -500,7 +508,7 @@ class GrammarProcesses:
             data = b""
         if not data:
             self._disconnect(process)
-            if process.forked_by is not self._fork_server:  # nobody says how it has ended
+            if process.forked_by is not self._fork_server:  # its exit status stays unknown
                 self._process_ended(process, None)
             return
         received, grammar = process.received, process.grammar
@@ -513,7 +521,7 @@ class GrammarProcesses:
                 break
             frame = bytes(received[place + HEAD.size : end])
             place = end
-            grammar.num_asked -= 1
+            grammar.num_pending -= 1
             grammar.heard_at = time.monotonic()
             if grammar.is_ready:
                 self._replied(grammar, WalkReply.decode(memoryview(frame)))
@@ -537,9 +545,9 @@ class GrammarProcesses:
                 future.set_result(None)
         grammar.waiting = []
         for walk in grammar.walks.values():
-            self._ask(grammar, OPEN, walk.number, walk.tokens)
+            self._request(grammar, OPEN, walk.number, walk.tokens)
             if walk.ahead:
-                self._ask(grammar, LOOK, walk.number, walk.ahead)
+                self._request(grammar, LOOK, walk.number, walk.ahead)
         self._measured(grammar, reply.num_kib << 10)
 
     def _replied(self, grammar: CompiledGrammar, reply: WalkReply) -> None:
@@ -550,16 +558,16 @@ class GrammarProcesses:
             self._measured(grammar, reply.num_kib << 10)
 
     def _measured(self, grammar: CompiledGrammar, num_bytes: int) -> None:
-        """A grammar takes so much: make room for it."""
+        """Records the memory of a grammar, and evicts others if it is too much."""
         grammar.num_bytes = num_bytes
         while self._num_bytes() > self._capacity_bytes and self._evict_one():
             continue
         if self._num_bytes() > self._capacity_bytes:
             largest = max(self._grammars.values(), key=lambda one: one.num_bytes if one.is_ready else 0)
-            self._fail(largest, UsageError("structured_outputs cannot be compiled", self._beyond_memory(largest.lane)))
+            self._fail(largest, UsageError("structured_outputs cannot be compiled", self._memory_error(largest.lane)))
 
     def _process_ended(self, process: Process, status: int | None) -> None:
-        """Start its grammar again in the second lane, if the process has ended in the first; else it fails."""
+        """Starts the grammar of an ended process again in the second lane if it was in the first; else it fails."""
         self._disconnect(process)
         grammar = process.grammar
         if process in self._spare:
@@ -575,7 +583,7 @@ class GrammarProcesses:
         if status == -_BEYOND_TIME:
             why = f"it takes more than {lane.step_s if is_ready else lane.compile_s:g} s of CPU time"
         elif status == -_BEYOND_MEMORY:
-            why = self._beyond_memory(lane)
+            why = self._memory_error(lane)
         elif status == -signal.SIGALRM:
             why = f"it takes more than {MAX_SECONDS:g} s"
         elif status == -signal.SIGSEGV:
@@ -585,11 +593,11 @@ class GrammarProcesses:
             return
         self._fail(grammar, UsageError("structured_outputs cannot be compiled", why))
 
-    def _beyond_memory(self, lane: Lane) -> str:
+    def _memory_error(self, lane: Lane) -> str:
         return f"it takes more than {format_bytes(int(lane.share * self._capacity_bytes))} of memory"
 
     def _fail(self, grammar: CompiledGrammar, error: EngineError) -> None:
-        """Nothing comes of a grammar: tell those who wait for it, and those who walk it."""
+        """Removes a grammar, and passes the error to its futures and walks."""
         if self._grammars.get(grammar.key) is grammar:
             del self._grammars[grammar.key]
         self._drop_process(grammar)
@@ -601,32 +609,32 @@ class GrammarProcesses:
             walk.put(WalkReply(number, False, len(walk.tokens), True, 0, (), ()))
 
     def _drop_process(self, grammar: CompiledGrammar) -> None:
-        """Kill a grammar's process, if it has one."""
+        """Kills a grammar's process, if it has one."""
         process, grammar.process = grammar.process, None
-        grammar.is_ready, grammar.num_bytes, grammar.num_asked = False, 0, 0
+        grammar.is_ready, grammar.num_bytes, grammar.num_pending = False, 0, 0
         if process is None:
             return
         process.is_dropped = True
         self._disconnect(process)
-        if process.pid is not None:  # else it is killed as soon as its number is known
+        if process.pid is not None:  # else it is killed as soon as its id is known
             self._kill(process)
 
     def _kill(self, process: Process) -> None:
-        """Have the process that has forked it kill it, which alone knows whether the number is still its own."""
+        """Has a process killed by its parent, which alone knows whether the process id is still valid."""
         if self._control is None or process.pid not in self._by_pid:
-            return  # it has ended, or ends by itself, since its connection is closed
+            return  # it has ended, or ends itself, since its connection is closed
         try:
             self._control.send(FORK_MESSAGE.pack(KILL, process.pid))
-        except OSError:  # the process that forks has ended, of which `_read_control` hears next
+        except OSError:  # the process that forks has ended, which `_read_control` handles next
             return
 
-    # What is sent to processes
+    # Messages to processes
 
-    def _ask(self, grammar: CompiledGrammar, kind: int, walk: int, tokens: Sequence[int] = ()) -> None:
-        """Send a command that has a reply."""
-        if grammar.num_asked == 0:
+    def _request(self, grammar: CompiledGrammar, kind: int, walk: int, tokens: Sequence[int] = ()) -> None:
+        """Sends a command that has a reply."""
+        if grammar.num_pending == 0:
             grammar.heard_at = time.monotonic()
-        grammar.num_asked += 1
+        grammar.num_pending += 1
         self._send(_process_of(grammar), command(kind, walk, tokens))
 
     def _send(self, process: Process, data: bytes) -> None:
@@ -635,25 +643,25 @@ class GrammarProcesses:
             self._flush(process)
 
     def _flush(self, process: Process) -> None:
-        """Send as much as there is room for."""
+        """Sends as much as the socket accepts."""
         try:
             sent = process.connection.send(process.unsent) if process.unsent else 0
             del process.unsent[:sent]
         except BlockingIOError:
             sent = 0
-        except (BrokenPipeError, ConnectionResetError):  # it has ended, of which `_read` hears next
+        except (BrokenPipeError, ConnectionResetError):  # it has ended, which `_read` handles next
             process.unsent.clear()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.unsent else 0)
         if self._selector.get_key(process.connection).events != events:
             self._selector.modify(process.connection, events, process)
 
     def _end_hanging(self) -> None:
-        """Kill what has not answered for so long that the kernel must have ended it, had it not been stopped."""
+        """Kills processes without a reply for so long that the kernel must have ended them, unless they are stopped."""
         latest = time.monotonic() - HANG_S
-        for grammar in [one for one in self._grammars.values() if one.num_asked and one.heard_at < latest]:
+        for grammar in [one for one in self._grammars.values() if one.num_pending and one.heard_at < latest]:
             process = _process_of(grammar)
             if process.pid is None and self._fork_server is not None:
-                self._fork_server.kill()  # of which `_read_control` hears next
+                self._fork_server.kill()  # which `_read_control` handles next
             else:
                 self._process_ended(process, -signal.SIGALRM)
 

@@ -1,9 +1,8 @@
-"""The processes that compile and walk grammars: what others have written may take any time, any memory, and any depth
-of a stack.
+"""The processes that compile and walk grammars; untrusted grammars may need any time, memory and depth of the stack.
 
-The first process makes the trie of the vocabulary, and forks a process for each grammar, which shares the trie and has
-all else to itself. So limits of time and memory are the kernel's, what a grammar takes is what its process has for
-itself, and one that is killed takes no other with it. grammar_protocol.py says what they are sent and answer.
+The first process makes the trie of the vocabulary, and forks a process for each grammar, which shares only the trie. So
+the kernel enforces limits of time and memory, the memory of a grammar is what its process has for itself, and a process
+that is killed affects no other grammar. grammar_protocol.py defines their messages.
 """
 
 import contextlib
@@ -52,11 +51,12 @@ _OF_SCHEMA = re.compile(r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema
 
 
 def reason(text: str) -> str:
-    """An error of llguidance's without the source that it shows below."""
+    """Shortens an error of llguidance to the text before the source that it quotes."""
     return " ".join(re.split(r"^ *\d+ \|", text, maxsplit=1, flags=re.MULTILINE)[0].split())
 
 
 def answer(frame: dict[str, Any]) -> dict[str, str]:
+    """Converts StructuredOutputsParams to a source for llguidance; {"failed": reason} if that is not possible."""
     try:
         wanted = StructuredOutputsParams(**frame)
         source = _message(wanted, _source(wanted)) if wanted.is_whole else _source(wanted)
@@ -68,17 +68,19 @@ def answer(frame: dict[str, Any]) -> dict[str, str]:
 
 
 def failure(frame: dict[str, Any], source: str, error: str = "") -> str:
-    """The reason why a source cannot be compiled, for clients.
+    """Error of a source that cannot be compiled, for clients.
 
     Args:
-        error: the reason where the source by itself has no fault.
+        frame: the fields of StructuredOutputsParams.
+        source: the source.
+        error: the error if the source by itself has none.
     """
     text = _why_not(source)
     return _why(StructuredOutputsParams(**frame), text) if text else error
 
 
 def _why(wanted: StructuredOutputsParams, text: str) -> str:
-    """An error of llguidance's with the tool and the place in its schema, or in the schema of the answer."""
+    """Adds the tool and the position in its schema, or in the schema of the answer, to an error of llguidance."""
     if isinstance(wanted.json, Mapping) and wanted.within is None:
         path = fault(held_whole(wanted.json), text, _why_no_schema)
         return f"{path}: {text}" if path else text
@@ -100,13 +102,13 @@ def _why_no_schema(schema: dict[str, Any]) -> str:
 
 
 def _why_not(source: str) -> str:
-    """The error that a source has by itself; empty: none, as far as can be said without a vocabulary."""
+    """Error of a source by itself; empty if there is none that shows without a vocabulary."""
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=LLParserLimits(**LIMITS))
     return reason(messages[0]) if is_wrong else ""
 
 
 def _source(wanted: StructuredOutputsParams) -> str:
-    if wanted.regex is not None:  # \d, \w and \s are those of ASCII
+    if wanted.regex is not None:  # \d, \w and \s match ASCII only
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(wanted.regex, 'dws')}/")
     if wanted.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
@@ -118,7 +120,7 @@ def _source(wanted: StructuredOutputsParams) -> str:
 
 
 def _message(wanted: StructuredOutputsParams, source: str) -> str:
-    """The grammar of a message, of an answer's own grammar and what the message has around it."""
+    """Grammar of a message from the grammar of its answer and those of the parts around it."""
     answer, *others = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
     before = [] if wanted.before is None else [{"name": "before", "lark_grammar": wanted.before}]
     message = {"lark_grammar": "start: @before @answer" if wanted.within is None else wanted.within}
@@ -129,9 +131,10 @@ class Grammar:
     """A compiled grammar, and the walks of the answers that follow it.
 
     Args:
-        trie: of the vocabulary.
-        limits: of llguidance, LIMITS as a rule.
-        digits: bound of its numbers; None: they have none.
+        source: the source for llguidance.
+        trie: the vocabulary.
+        limits: llguidance's limits, usually LIMITS.
+        digits: bound on the digits of its numbers; None: there is none.
 
     Raises:
         ValueError: it cannot be compiled, or no text follows it.
@@ -144,14 +147,14 @@ class Grammar:
         self._make = partial(LLMatcher, trie, source, log_level=0, limits=LLParserLimits(**limits))
         self._first = self._make()
         if not self._first.is_error():
-            self._first.compute_bitmask()  # it shows whether any text follows
+            self._first.compute_bitmask()  # fails if no text follows the grammar
         if self._first.is_error():
             error = reason(self._first.get_error())
             raise ValueError("no text follows it" if error.startswith("NoExtension") else error)
         self._walks: dict[int, Walk] = {}
 
     def answer(self, kind: int, number: int, tokens: list[int]) -> WalkReply | None:
-        """The reply to a command; None: it has none."""
+        """The reply to a command; None if it has none."""
         if kind == END:
             self._walks.pop(number, None)
             return None
@@ -169,59 +172,61 @@ class Grammar:
 
 
 class Walk:
-    """One answer's way through its grammar.
+    """The walk of one answer through its grammar.
 
-    Matchers of one grammar share what their lexers have learned, and so its limits. One that is beyond them is made
-    again from all its tokens, and fails only if that fails, too: whether an answer fails does not depend on others.
+    Matchers of one grammar share the state of their lexer, and so its limits. A matcher that exceeds them is made again
+    from all its tokens, and fails only if that fails, too: so no answer fails because of others.
 
     Args:
-        make: a matcher that shares nothing.
-        digits: as of a Grammar.
+        matcher: a copy of the grammar's first matcher.
+        make: makes a matcher that shares nothing.
+        digits: bound on the digits of its numbers; None: there is none.
     """
 
     def __init__(self, matcher: LLMatcher, make: Callable[[], LLMatcher], digits: NumberDigits | None) -> None:
         self._matcher, self._make, self._digits = matcher, make, digits
-        self.tokens: list[int] = []  # those that it has taken
+        self.tokens: list[int] = []  # tokens that the walk has taken
         self.cpu_s = 0.0
-        self.mask: int | memoryview = 0  # of the token that comes next
-        # Tokens that could only come next when they were computed, and how many of them have come. llguidance tokenizes
-        # all of a long forced text to name them, and would again for each mask.
+        self.mask: int | memoryview = 0  # mask of the next token
+        # Forced tokens when they were last computed, and the number of them that have been taken since. llguidance
+        # tokenizes all of a long forced text to find them, and would do so again for each mask.
         self._forced: list[int] = []
-        self._num_came = 0
-        # What was looked at last: tokens that may come next, the mask after each, and a matcher after the last one.
+        self._num_forced_taken = 0
+        # Results of the latest `look`: the draft tokens, the mask after each, and a matcher after the last one.
         self._ahead: list[int] = []
         self._masks_ahead: list[int | memoryview] = []
         self._matcher_ahead: LLMatcher | None = None
 
     @property
     def failed(self) -> bool:
+        """True if the grammar has exceeded a limit."""
         return bool(self._matcher.is_error())
 
     @property
     def forced(self) -> list[int]:
-        """Tokens that can only come next; there may be more."""
-        return self._forced[self._num_came : self._num_came + MAX_FORCED]
+        """Tokens that are the only possible continuation, as far as they are known."""
+        return self._forced[self._num_forced_taken : self._num_forced_taken + MAX_FORCED]
 
     def take(self, tokens: list[int]) -> None:
-        """Go on with these tokens, and make the mask after them."""
+        """Advances the walk by these tokens, and makes the next mask."""
         self._ahead, self._masks_ahead, self._matcher_ahead = [], [], None
         for token in tokens:
             self._matcher.consume_token(token)
             self.tokens.append(token)
-            if self._num_came < len(self._forced) and token == self._forced[self._num_came]:
-                self._num_came += 1
+            if self._num_forced_taken < len(self._forced) and token == self._forced[self._num_forced_taken]:
+                self._num_forced_taken += 1
             else:
-                self._forced, self._num_came = [], 0
-        if self._num_came < len(self._forced):
-            self.mask = self._forced[self._num_came]
+                self._forced, self._num_forced_taken = [], 0
+        if self._num_forced_taken < len(self._forced):
+            self.mask = self._forced[self._num_forced_taken]
             return
-        self._forced, self._num_came = self._fill(), 0
+        self._forced, self._num_forced_taken = self._make_mask(), 0
         if self._matcher.is_error():
             self._matcher = self._made_after(self.tokens)
-            self._forced = self._fill()
+            self._forced = self._make_mask()
 
-    def _fill(self) -> list[int]:
-        """Make the mask; the tokens that can only come next."""
+    def _make_mask(self) -> list[int]:
+        """Makes the next mask, and returns the forced tokens."""
         is_over = self._matcher.is_error() or self._matcher.is_stopped()
         forced = [] if is_over else self._matcher.compute_ff_tokens()  # before the mask, which needs them, too
         bits = self._mask(self._matcher, self.tokens)
@@ -229,7 +234,7 @@ class Walk:
         return forced
 
     def look(self, tokens: list[int]) -> list[int | memoryview]:
-        """The masks after the first of these tokens, the first two, …; nothing may come where one is not allowed."""
+        """Masks after the first of these tokens, the first two, …; empty after a token that is not allowed."""
         if self._ahead != tokens[: len(self._ahead)]:
             self._ahead, self._masks_ahead, self._matcher_ahead = [], [], None
         for token in tokens[len(self._ahead) :]:
@@ -238,7 +243,7 @@ class Walk:
         return self._masks_ahead
 
     def _mask_ahead(self) -> int | memoryview:
-        count, forced = len(self._ahead), self._forced[self._num_came :]
+        count, forced = len(self._ahead), self._forced[self._num_forced_taken :]
         if count < len(forced) and self._ahead == forced[:count]:
             return forced[count]
         matcher, rest = self._matcher_ahead, self._ahead[-1:]
@@ -269,7 +274,7 @@ class Walk:
         return matcher
 
 
-_NOTHING = memoryview(bytes(4))  # a mask of no token
+_NOTHING = memoryview(bytes(4))  # a mask that allows no token
 
 
 # The process of one grammar
@@ -278,14 +283,14 @@ LOWEST_PRIORITY = 19  # the highest niceness
 
 
 def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> None:
-    """Compile the grammar that is asked for, and walk it until the engine has left."""
+    """Compiles the requested grammar, and walks it until the engine closes the connection."""
     memory = _Memory()
     frames = _frames(connection.makefile("rb"))
     if (frame := next(frames, None)) is None:
         return
     order = msgspec.json.decode(frame, type=GrammarOrder)
-    most = memory.address_bytes() + order.max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    max_bytes = memory.address_bytes() + order.max_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     os.nice(order.niceness)
     with _limited(order.compile_s):
         grammar = _compiled(order.key, trie, limits, digits)
@@ -296,7 +301,7 @@ def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, An
     for frame in frames:
         kind, walk, tokens = read_command(frame)
         began = time.process_time()
-        # One that was walked elsewhere before has all its tokens at once.
+        # A walk that was moved from another process starts with all its tokens.
         with _limited(order.compile_s + 1e-3 * len(tokens) if kind == OPEN else order.step_s):
             reply = grammar.answer(kind, walk, tokens)
         if time.process_time() - began > SLOW_STEP_S:
@@ -306,7 +311,7 @@ def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, An
 
 
 def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> Grammar | str:
-    """A grammar, or why it is none."""
+    """Compiles a grammar; returns an error's text if that fails."""
     frame = json.loads(key)
     found = answer(frame)
     if "source" not in found:
@@ -319,7 +324,7 @@ def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any], digits: Nu
 
 
 def _warm_up(trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> None:
-    """Compile and walk grammars of each kind, so that what is made once, such as tables of Unicode, is there."""
+    """Compiles and walks grammars of each kind, so that shared tables, such as Unicode's, are made before forks."""
     schema = {"properties": {"a": {"pattern": r"\w"}, "b": {"enum": ["one", "two"]}}, "required": ["a", "b"]}
     for wanted in ({"json": schema}, {"regex": r"\d+ of \d+"}, {"choice": ["the only text that there is"]}):
         grammar = Grammar(answer(wanted)["source"], trie, limits, digits)
@@ -337,13 +342,13 @@ def _frames(stream: IO[bytes]) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _limited(cpu_s: float) -> Iterator[None]:
-    """The kernel ends the process where this takes longer."""
+    """Lets the kernel end the process if the block takes longer."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
     try:
         yield
     except MemoryError:
-        os.abort()  # as llguidance does
+        os.abort()  # llguidance does the same
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -358,10 +363,10 @@ class _Memory:
 
     @property
     def own_kib(self) -> int:
-        """Memory that the process shares with no other, from what the kernel counts anyway.
+        """KiB of memory that the process does not share, from counters that the kernel has anyway.
 
-        Each small page of its own has been a fault, and huge ones are new. It is within a third of the Private_Dirty
-        of /proc/self/smaps_rollup, which takes 2 ms to read.
+        Each small page of its own was a page fault, and huge pages are new. The result is within a third of the
+        Private_Dirty in /proc/self/smaps_rollup, which takes 2 ms to read.
         """
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         return max(faults, self._anonymous_pages() - self._at_first) * self._page_kib
@@ -381,7 +386,7 @@ class _Memory:
 
 
 def main() -> None:
-    """Make the trie, and fork a process for each grammar, until the engine has left; then end them all."""
+    """Makes the trie, and forks a process for each grammar, until the engine closes the socket; then ends them all."""
     control, children = socket.socket(fileno=0), set[int]()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     data, files, _, _ = socket.recv_fds(control, 1 << 16, 1)
@@ -399,8 +404,10 @@ def main() -> None:
     _warm_up(trie, setup["limits"], digits)  # for all processes together
 
     def reap(*_: Any) -> None:
-        """Say how processes have ended."""
-        with contextlib.suppress(ChildProcessError, BrokenPipeError):  # there are no others; the engine has left
+        """Reports how processes have ended."""
+        with contextlib.suppress(
+            ChildProcessError, BrokenPipeError
+        ):  # there are no more children, or the engine has closed the socket
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 children.discard(found[0])
                 how = Forked(ended=found[0], status=os.waitstatus_to_exitcode(found[1]))
@@ -408,7 +415,7 @@ def main() -> None:
 
     signal.signal(signal.SIGCHLD, reap)
     gc.collect()
-    gc.freeze()  # collections would write to pages that are shared
+    gc.freeze()  # collections would write to shared pages
     gc.disable()
     try:
         while True:
@@ -417,7 +424,7 @@ def main() -> None:
                 return
             kind, number = FORK_MESSAGE.unpack(data)
             if kind != FORK:
-                if number in children:  # else it has ended, and the number may be another's
+                if number in children:  # else it has ended, and the id may belong to another process
                     os.kill(number, signal.SIGKILL)
                 continue
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -444,13 +451,13 @@ def _be_grammar(
     """Serve one grammar in a forked process; never returns."""
     status, errors = 0, os.fdopen(os.dup(2), "w")
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust says that there is no more memory
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust reports there that memory is exhausted
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         control.close()
         _serve(socket.socket(fileno=descriptor), trie, limits, digits)
     except (BrokenPipeError, ConnectionResetError):
-        status = 0  # the engine has left
+        status = 0  # the engine has closed the connection
     except BaseException:
         traceback.print_exc(file=errors)
         errors.flush()
@@ -460,7 +467,7 @@ def _be_grammar(
 
 
 def _whole_texts(tokenizer_json: bytes) -> str:
-    """A tokenizer that neither cuts texts nor fills them up."""
+    """The tokenizer without truncation and padding."""
     parts = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
     null = msgspec.Raw(b"null")
     return msgspec.json.encode({**parts, "truncation": null, "padding": null}).decode()

@@ -1,7 +1,7 @@
 """Grammars that answers follow, compiled and walked by llguidance (https://github.com/guidance-ai/llguidance).
 
-All of that is done by processes (grammar_processes.py). A walk tells its process what has come, and keeps what it says
-may come next, so that the thread of the engine waits for no longer than it wants to.
+llguidance runs in processes (grammar_processes.py). A walk sends the sampled tokens to its process, and keeps the masks
+that come back, so that the thread of the engine never waits longer than it chooses to.
 """
 
 import time
@@ -20,13 +20,13 @@ from enginewright.runtime.sampling.token_mask import WORD_BITS, Mask
 
 
 class Grammars:
-    """Grammars of one engine. All methods may be called from any thread, and none waits.
+    """Grammars of one engine. All methods may be called from any thread, and return at once.
 
     Args:
-        read_tokenizer: the engine's tokenizer.json.
-        vocab_size: width of the logits.
-        eos_token_ids: tokens that end an answer.
-        capacity_bytes: of the memory for compiled grammars.
+        read_tokenizer: reads the engine's tokenizer.json.
+        vocab_size: the width of the logits.
+        eos_token_ids: the tokens that end an answer.
+        capacity_bytes: memory for compiled grammars, in bytes.
     """
 
     def __init__(
@@ -37,7 +37,11 @@ class Grammars:
         self._processes = GrammarProcesses(read_tokenizer, setup, capacity_bytes)
 
     def compile(self, wanted: StructuredOutputsParams) -> "Future[None]":
-        """Ends when the grammar is compiled, with a UsageError where it cannot be, or takes too much."""
+        """Compiles a grammar.
+
+        Returns:
+            A future that ends when the grammar is compiled, or with a UsageError if it cannot be, or exceeds a limit.
+        """
         if not self._has_ends:
             future: Future[None] = Future()
             why = "this one has no such token"
@@ -46,39 +50,44 @@ class Grammars:
         return self._processes.compile(wanted.key)
 
     def walks(self, wanted: StructuredOutputsParams, num_walks: int) -> list["GrammarWalk"]:
-        """A walk for each of some answers."""
+        """Creates a walk for each of some answers."""
         key = wanted.key
         return [GrammarWalk(self._processes, key) for _ in range(num_walks)]
 
     def stats(self) -> GrammarStats:
+        """Statistics of the grammars."""
         return self._processes.stats()
 
     def close(self) -> None:
+        """Ends the processes."""
         self._processes.close()
 
 
 class GrammarWalk:
-    """One answer's way through its grammar: a Grammar (token_mask.py)."""
+    """The walk of one answer through its grammar: a Grammar (token_mask.py)."""
 
     def __init__(self, processes: GrammarProcesses, key: str) -> None:
         self._processes, self._key = processes, key
-        self._number: int | None = None  # None: it has not begun, or has ended
-        self._num_taken = 0  # tokens of the answer
+        self._number: int | None = None  # None before the start and after the end
+        self._num_taken = 0  # number of the answer's tokens
         self._replies: SimpleQueue[WalkReply] = SimpleQueue()
-        self._next: WalkReply | None = None  # what may come next; None: it is not known yet
-        self._ahead: WalkReply | None = None  # masks after draft tokens; None: not known yet
+        self._next: WalkReply | None = None  # mask of the next token; None until it is known
+        self._ahead: WalkReply | None = None  # masks after draft tokens; None until they are known
         self.forced: Sequence[int] = ()
         self.failed = False
 
     def begin(self) -> None:
+        """Starts the walk."""
         self._number = self._processes.open(self._key, self._replies.put)
 
     def end(self) -> None:
+        """Ends the walk."""
         if self._number is not None:
             self._processes.end(self._number)
             self._number = None
 
     def take(self, token: int) -> None:
+        """Advances the walk by a token, and requests the next mask."""
         self.forced = self.forced[1:] if self.forced and self.forced[0] == token else ()
         self._num_taken += 1
         self._next = self._ahead = None
@@ -86,10 +95,20 @@ class GrammarWalk:
             self._processes.take(self._number, token)
 
     def look(self, tokens: Sequence[int]) -> None:
+        """Requests the masks after draft tokens."""
         if self._number is not None:
             self._processes.look(self._number, tokens)
 
     def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
+        """Waits for a mask.
+
+        Args:
+            seconds: the maximum time.
+            after: draft tokens before the mask.
+
+        Returns:
+            True if the mask is known.
+        """
         until = time.perf_counter() + seconds
         while not self._is_known(after):
             try:
@@ -99,12 +118,18 @@ class GrammarWalk:
         return True
 
     def allow(self, mask: Mask, after: Sequence[int] = ()) -> None:
-        assert self._is_known(after), "`wait` has not said that it is known"
+        """Writes a known mask; the mask stays as it is if the walk has failed.
+
+        Args:
+            mask: the words to write.
+            after: draft tokens before the mask.
+        """
+        assert self._is_known(after), "`wait` has not returned True for it"
         if self.failed:
             return
-        reply, place = (self._ahead, len(after) - 1) if after else (self._next, 0)
+        reply, index = (self._ahead, len(after) - 1) if after else (self._next, 0)
         assert reply is not None
-        allowed = reply.masks[place]
+        allowed = reply.masks[index]
         if isinstance(allowed, int):
             mask[allowed // WORD_BITS] = 1 << allowed % WORD_BITS
         else:
@@ -119,7 +144,7 @@ class GrammarWalk:
         return self._ahead is not None and list(self._ahead.tokens[: len(after)]) == list(after)
 
     def _receive(self, reply: WalkReply) -> None:
-        if reply.position != self._num_taken:  # it is of a token before
+        if reply.position != self._num_taken:  # it belongs to an earlier token
             return
         self.failed = self.failed or reply.failed
         if reply.is_look:

@@ -1,12 +1,12 @@
-"""Figures of the grammars of an engine."""
+"""Statistics of the grammars of an engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarStats:
-    """Compiled grammars that are kept, those that are being compiled among them."""
+    """Statistics of compiled grammars, including those that are being compiled."""
 
-    num_grammars: int = 0
-    num_bytes: int = 0  # of memory
-    num_evictions: int = 0  # of grammars that nobody used, for others, since the start
+    num_grammars: int = 0  # number of grammars that are kept
+    num_bytes: int = 0  # bytes of their memory
+    num_evictions: int = 0  # number of unused grammars that were evicted for others, since the start
