@@ -21,7 +21,7 @@ def print_json(llm: LLM, question: Prompt, params: SamplingParams, *, default_li
         llm: the engine.
         question: the prompt.
         params: the sampling parameters.
-        default_limit: the default of max_tokens; a note on stderr tells if it ended the answer. None: the user set a
+        default_limit: the default of max_tokens; a note on stderr appears if it ended the answer. None: the user set a
             limit.
     """
     (result,) = llm.generate(llm.encode(question), params)

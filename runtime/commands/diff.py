@@ -36,7 +36,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         b: an engine file.
 
     Returns:
-        The differences, ready for JSON. `same` tells if the content is equal. `about`, `recipe`, `sources`, `sizes`,
+        The differences, ready for JSON. `same` is True if the content is equal. `about`, `recipe`, `sources`, `sizes`,
         `kernels` (numbers of calls) and `sections` have the differences by name, with both values. `evidence` has the
         differences of measurements, by section.
 

@@ -153,9 +153,7 @@ class Engines:
         self._by_name = {name: engine for engine in engines for name in engine.names}
         self._open_lock = asyncio.Lock()  # held by the engine that is being opened or closed
         self._idle_closing: asyncio.Task[None] | None = None
-        self._ended = (
-            asyncio.get_running_loop().create_future()
-        )  # done once the server ends, so that nobody waits for an engine any more
+        self._ended = asyncio.get_running_loop().create_future()  # done once the server ends, and nobody waits
         self.bodies = BodyReader(config.max_body_bytes)
         self.responses = ResponseStore(config.responses_store, config.responses_memory)
         self.draining = False  # True once the server is ending and takes no new requests

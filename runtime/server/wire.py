@@ -19,9 +19,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_HEAD_S = 30.0  # seconds from the first byte of a head to its last
 MAX_BODY_S = 120.0  # seconds until a body is complete
 SHORT_BODY_BYTES = 4096  # bodies up to this size are parsed and checked in less than a millisecond
-KEEP_ALIVE_S = (
-    75.0  # seconds; longer than clients', so that none sends a request into a connection that is being closed
-)
+KEEP_ALIVE_S = 75.0  # seconds; longer than clients', so that none sends a request while its connection closes
 STALL_S = 60.0  # seconds in which a client must read something of its response
 LINGER_S = 2.0  # seconds for a client to read an error before its connection is closed while it still sends
 

@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     from enginewright.runtime.text.chat_template import ChatTemplate
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # tokens that a chat template may use
-TEMPLATE_NAMES = (
-    "messages",
-    "add_generation_prompt",
-    "chat_template",
-    "tokenize",
-    "tools",
-    "documents",
-)  # not free for other variables
+# Names of a template that are not free for other variables.
+TEMPLATE_NAMES = ("messages", "add_generation_prompt", "chat_template", "tokenize", "tools", "documents")
 OPENING_TOKENS = 16  # tokens at the end of a prompt in which reasoning may begin or end
 REPLACEMENT = "\ufffd"  # decoded from bytes that are no complete character
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in vocabularies whose other tokens are texts

@@ -163,7 +163,7 @@ def _scalar(text: str) -> str:
 
 
 def _rule(lark: Lark, schema: Any, root: Mapping[str, Any], after: str) -> str:
-    """Of a value. Texts are JSON's without \\u, of which a pair of surrogates would be two characters in Python."""
+    """The rule of a value. Texts are those of JSON without \\u, since Python would read a pair as two characters."""
     words = {"boolean": '("True" | "False")', "null": '"None"'}
     rules = []
     for one in parts(schema, root):

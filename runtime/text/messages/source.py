@@ -66,7 +66,7 @@ marks_of = lru_cache(maxsize=256)(Marks)
 class Source:
     """The text so far, and how much of it was read.
 
-    Text that was read is kept until it is dropped, or taken back as text.
+    Text that was read is kept until it is dropped, or returned as text.
 
     Attributes:
         is_ended: True if nothing follows.
@@ -84,7 +84,7 @@ class Source:
 
     @property
     def num_held(self) -> int:
-        """Number of characters that were neither dropped nor taken back."""
+        """Number of characters that were neither dropped nor returned as text."""
         return self._num_kept + len(self._text) - self._place
 
     def feed(self, text: str) -> None:
