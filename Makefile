@@ -36,6 +36,9 @@ ENCODER := .cache/all-MiniLM-L6-v2/model.safetensors
 ENCODER_SHA256 := 040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e
 ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 
+# Documentation generator. It reads the sources without importing them, so it needs nothing else.
+DOCS := .cache/docs/installed.stamp
+
 # Client libraries of other projects, for tests/long/test_clients.py. Those of AGENTS need another version of a library.
 CLIENTS := .cache/clients/installed.stamp
 AGENTS := .cache/agents/installed.stamp
@@ -60,7 +63,7 @@ SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$
 EMULATED_KERNEL_TESTS := $(filter-out $(addprefix tests/test_cuda_,build.py compile.py driver.py engine.py triton.py),$(wildcard tests/test_cuda_*.py))
 NO_RANDOMIZATION := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan lint format build bench bench-peers dist clean
+.PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan lint format docs build bench bench-peers dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -97,6 +100,9 @@ format: $(INSTALLED) ## reformat Python and C++ files
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
+
+docs: $(DOCS) ## write the documentation as a site, build/site/index.html; every link is checked
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(<D)/bin/python -m mkdocs build --quiet
 
 build: $(BUILT) ## compile the C++ extension in place
 
@@ -152,6 +158,13 @@ $(ENCODER): | $(INSTALLED)
 	rm -rf $(@D)
 	mv .cache/encoder/model $(@D)
 	rm -rf .cache/encoder
+	touch $@
+
+$(DOCS): pyproject.toml constraints.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --requirement $(@D)/requirements.txt
 	touch $@
 
 $(CLIENTS) $(AGENTS): .cache/%/installed.stamp: tests/long/%.txt | $(INSTALLED)

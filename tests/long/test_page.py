@@ -14,7 +14,7 @@ from tests.helpers.serving import Running, exactly, running, tiny_engine, wait_u
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
-SCREENSHOT = ROOT / "build/page.png"  # docs/page.png is one of these
+SCREENSHOT = ROOT / "build/page.png"  # docs/assets/page.png is one of these
 LIMITS = {"max_model_len": 2048, "kv_cache_memory": 256 << 20}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("add", "look")]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
