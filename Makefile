@@ -75,7 +75,7 @@ demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a quest
 test: lint $(BUILT) $(MODEL) ## checks and tests that must pass before a change is merged
 	$(PYTEST)
 
-test-long: test sanitize $(CLIENTS) $(AGENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## make test, make sanitize and the slow tests (tests/long)
+test-long: test sanitize docs $(CLIENTS) $(AGENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## make test, make sanitize, make docs and the slow tests (tests/long)
 	$(PYTEST) tests/long
 
 sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC

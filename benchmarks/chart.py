@@ -1,4 +1,4 @@
-"""Draws the chart of the README: tokens per second beside the peers, for a light and a dark page.
+"""Draws the chart of the README: tokens per second of this engine and its peers, for a light and a dark page.
 
     python benchmarks/chart.py
 
@@ -66,7 +66,7 @@ def rates(found: dict[str, Any]) -> Rates:
     return chosen
 
 
-def draw(chosen: Rates, theme: Theme) -> bytes:
+def render(chosen: Rates, theme: Theme) -> bytes:
     """Draws the chart as SVG. Its description holds the figures as JSON, so that a test can compare them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -78,14 +78,16 @@ def draw(chosen: Rates, theme: Theme) -> bytes:
         for panel, (point, title) in zip(panels, POINTS.items(), strict=True):
             _panel(panel, chosen[point], title, theme)
         figure.suptitle("Tokens per second, Llama of a 1B shape, two CPU cores (longer is faster)", fontsize=11)
-        drawn = BytesIO()
+        written = BytesIO()
         metadata = {"Date": None, "Description": json.dumps(chosen, sort_keys=True)}
-        figure.savefig(drawn, format="svg", transparent=True, metadata=metadata)
-    return drawn.getvalue()
+        figure.savefig(written, format="svg", transparent=True, metadata=metadata)
+    return written.getvalue()
 
 
 def _panel(axes: "Axes", classes: dict[str, dict[str, float]], title: str, theme: Theme) -> None:
-    place, ticks, labels = 0.0, [], []
+    place = 0.0
+    ticks: list[float] = []
+    labels: list[str] = []
     longest = max(rate for engines in classes.values() for rate in engines.values())
     for group, engines in classes.items():
         axes.text(0, place + 0.2, CLASSES[group], color=theme.note, fontsize=8.5, va="bottom")
@@ -110,7 +112,7 @@ def _panel(axes: "Axes", classes: dict[str, dict[str, float]], title: str, theme
 def main() -> None:
     chosen = rates(json.loads(RESULTS.read_text()))
     for theme in THEMES:
-        (FOLDER / f"throughput-{theme.name}.svg").write_bytes(draw(chosen, theme))
+        (FOLDER / f"throughput-{theme.name}.svg").write_bytes(render(chosen, theme))
 
 
 if __name__ == "__main__":

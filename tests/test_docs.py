@@ -14,6 +14,7 @@ import chart
 import click
 import pytest
 
+from enginewright.builder.model_list import families, wrappers
 from enginewright.cli import main
 from tests.helpers.documents import PAGES, ROOT, blocks, prose
 
@@ -140,8 +141,22 @@ def test_every_page_is_in_the_site(page: Path) -> None:
     assert f": {page.name}\n" in (ROOT / "mkdocs.yml").read_text()
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+def test_the_diagram_of_the_runtime_shows_its_rooms() -> None:
+    """Each arrow points from a room to a lower one, in the order of import-linter's contract."""
+    (diagram,) = [block.text for block in blocks(ROOT / "docs/design.md", "mermaid") if "server" in block.text]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [each["layers"] for each in contracts if each.get("containers") == ["enginewright.runtime"]]
+    rooms = re.findall(r"\w+", " ".join(layers))
+    arrows = re.findall(r"^    ([\w &]+?)(?:\[.*?\])? --> ([\w &]+)", diagram, re.MULTILINE)
+    pairs = [(above, below) for left, right in arrows for above in left.split(" & ") for below in right.split(" & ")]
+    assert {room for pair in pairs for room in pair} >= {room for room in rooms[:-6] if room != "engine"}
+    assert [pair for pair in pairs if rooms.index(pair[0]) >= rooms.index(pair[1])] == []
+
+
+def test_the_readme_is_short_and_counts_families() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    assert f"| {len(families()) + len(wrappers())} families:" in text
 
 
 @pytest.mark.parametrize("theme", chart.THEMES, ids=lambda theme: theme.name)

@@ -4,6 +4,7 @@ Those of a page run in its order, in one folder. A command that starts a server 
 one or the end of the page. What is marked with a reason is not run (tests/helpers/documents.py).
 """
 
+import faulthandler
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ START_S, COMMAND_S = 600, 1200
 
 @pytest.fixture(scope="module")
 def environment(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Caches of their own. The hub is not reached: what pages build of it lies in its cache."""
+    """Caches of their own. The hub is not reached: the model that pages build is in its cache."""
     home = tmp_path_factory.mktemp("home")
     repository = home / "hf/hub/models--HuggingFaceTB--SmolLM2-135M-Instruct"
     (repository / "refs").mkdir(parents=True)
@@ -133,6 +134,7 @@ def runnable(path: Path) -> list[Block]:
 )
 def test_a_page_runs(path: Path, folder: Path, environment: Mapping[str, str]) -> None:
     """The examples of CONTRIBUTING.md and engine-file.md are run by tests of their own."""
+    faulthandler.cancel_dump_traceback_later()  # pages take minutes, and each command has a limit of its own
     with opened(folder, environment) as page:
         for block in runnable(path):
             page.run(block)
