@@ -50,7 +50,7 @@ export class Load {
   #timer = null;
 
   /**
-   * @param {HTMLDetailsElement} panel Nothing is asked while it is closed.
+   * @param {HTMLDetailsElement} panel No requests are sent while it is closed.
    * @param {{charts: Element, figures: Element, error: Element}} places
    */
   constructor(panel, places) {
@@ -60,7 +60,7 @@ export class Load {
     places.charts.replaceChildren(...this.charts.map(({ figure }) => figure));
   }
 
-  /** Begin anew, with another model or key. */
+  /** Starts again with another model or key. */
   watch(model) {
     clearTimeout(this.#timer);
     this.model = model;

@@ -68,7 +68,7 @@ function answer(asked) {
 
 async function run(asked, settings) {
   const conversation = conversations.current;
-  if (!model.value) findModels(); // the server could not be asked before
+  if (!model.value) findModels(); // the server could not be reached before
   const made = newAnswer(model.value);
   conversation.messages = [...asked, made];
   running = { conversation, controller: new AbortController() };
@@ -83,7 +83,7 @@ async function run(asked, settings) {
   if (error instanceof ApiError && error.status === 401) showError(error);
 }
 
-/** The settings; null: one of them is wrong, and its reader has been told. */
+/** The settings; null if one is wrong, which the page then shows. */
 function readableSettings() {
   try {
     return readSettings(byId("settings"));

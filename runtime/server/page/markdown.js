@@ -1,5 +1,5 @@
 // A part of Markdown as elements: paragraphs, headings, lists, quotes, code, emphasis. Everything else stays text,
-// links too: whoever reads an answer sees where one leads. All of it takes linear time, however odd the text.
+// links too, so that the reader sees the target. The time is linear for any text.
 
 import { element } from "./dom.js";
 
@@ -10,7 +10,7 @@ const QUOTE = /^ {0,3}> ?(.*)$/;
 const RULE = /^ {0,3}(?:-{3,}|\*{3,}|_{3,})\s*$/;
 const MAX_DEPTH = 8; // of lists and quotes; what is deeper is text
 
-/** The view of a text that grows: only blocks that have changed are made anew. */
+/** The view of a text that grows; only changed blocks are rendered again. */
 export class MarkdownView {
   #sources = [];
 
@@ -50,7 +50,7 @@ function blocks(text, depth = 0) {
   return found;
 }
 
-/** The line behind a block, and how to make it. */
+/** The line after a block, and a function that renders the block. */
 function block(lines, start, depth) {
   const line = lines[start];
   const fence = FENCE.exec(line);

@@ -13,8 +13,8 @@ const ENDS = {
  * The messages of a conversation.
  *
  * @typedef {object} Actions What buttons do; each is given a message's place.
- * @property {(place: number, text: string) => void} edit Ask anew with another text.
- * @property {(place: number) => void} regenerate Ask anew for an answer.
+ * @property {(place: number, text: string) => void} edit Asks again with another text.
+ * @property {(place: number) => void} regenerate Asks for another answer.
  * @property {(id: string, text: string) => void} answerCall Give a call its result.
  */
 export class MessagesView {
@@ -29,7 +29,7 @@ export class MessagesView {
     this.actions = actions;
   }
 
-  /** Show all messages anew. While the last one is generated, `grow` goes on with it. */
+  /** Shows all messages again. While the last one is generated, `grow` extends it. */
   show(messages) {
     this.#growing = null;
     const open = openCalls(messages);

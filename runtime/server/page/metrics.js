@@ -73,7 +73,7 @@ export function quantile(before, now, name, share) {
   return low;
 }
 
-/** Counts begin anew where an engine is replaced or the server restarted: then there is no growth to speak of. */
+/** Counters restart from zero when an engine is replaced or the server restarted; then there is no increase. */
 function growth(before, now, name) {
   const [earlier, later] = [before.values.get(name), now.values.get(name)];
   return earlier === undefined || later === undefined || later < earlier ? null : later - earlier;

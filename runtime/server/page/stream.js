@@ -10,7 +10,7 @@ import { ApiError } from "./api.js";
  */
 export async function* events(body) {
   for await (const line of lines(body)) {
-    if (!line.startsWith("data:")) continue; // a comment, or the empty line behind an event
+    if (!line.startsWith("data:")) continue; // a comment, or the empty line after an event
     const data = line.slice(5).trim();
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
