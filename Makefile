@@ -5,6 +5,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PIP_ARGS ?=
 QUANT ?= int8-wo
 TEST_WORKERS ?= 2
+MYPY_WORKERS ?= $(JOBS)
 ARGS ?=
 
 # Bytecode is written. Without it each test process compiles torch and transformers when it imports them.
@@ -63,7 +64,7 @@ SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$
 EMULATED_KERNEL_TESTS := $(filter-out $(addprefix tests/test_cuda_,build.py compile.py driver.py engine.py triton.py),$(wildcard tests/test_cuda_*.py))
 NO_RANDOMIZATION := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan lint format docs build bench bench-peers dist clean
+.PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan pytest lint lint-types lint-style lint-imports format docs build bench bench-peers dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -72,7 +73,13 @@ help: ## show this list
 demo: $(ENGINE) ## build an engine from SmolLM2-135M-Instruct and ask it a question
 	$(BIN)/engine generate $(ENGINE) --chat "What is the capital of France?"
 
-test: lint $(BUILT) $(MODEL) ## checks and tests that must pass before a change is merged
+# mypy takes longest of the checks, most of it on one core, for torch's types: the tests run meanwhile. Its own workers
+# would give up on a machine that is so busy.
+test: $(BUILT) $(MODEL) ## checks and tests that must pass before a change is merged
+	+$(MAKE) --no-print-directory lint-style lint-imports
+	+$(MAKE) --no-print-directory --jobs 2 MYPY_WORKERS=0 lint-types pytest
+
+pytest: $(BUILT) $(MODEL)
 	$(PYTEST)
 
 test-long: test sanitize docs $(CLIENTS) $(AGENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## make test, make sanitize, make docs and the slow tests (tests/long)
@@ -90,11 +97,18 @@ sanitize-asan sanitize-tsan: sanitize-%: $(INSTALLED)
 	$(NO_RANDOMIZATION) env ENGINEWRIGHT_SANITIZE=$(SANITIZERS) $(SANITIZER_ENV) $(PYTEST) --capture=sys -x --max-worker-restart 0 -k "not real_model" $(SANITIZED_TESTS) $(EMULATED_TESTS)
 
 lint: $(BUILT) ## ruff, mypy, import-linter, clang-format
+	+$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target lint-types lint-style lint-imports
+
+lint-types: $(BUILT)
+	$(BIN)/mypy --num-workers $(MYPY_WORKERS)
+
+lint-style: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --num-workers $(JOBS)
-	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+lint-imports: $(BUILT)
+	$(BIN)/lint-imports --no-logo
 
 format: $(INSTALLED) ## reformat Python and C++ files
 	$(BIN)/ruff check --fix-only .
