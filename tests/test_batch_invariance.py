@@ -15,7 +15,7 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from tests.conftest import SMOLLM2
-from tests.helpers.engines import built
+from tests.helpers.breadth import every_third
 from tests.helpers.graphs import QUANTS
 from tests.helpers.logit_hashes import REAL, build_real, hash_of, recorded, weights_hash
 from tests.helpers.tiny import OF_KERNELS, MemoryCheckpoint, tiny_config, tiny_model
@@ -103,7 +103,11 @@ def recorded_engines(folder: Path) -> Iterator[tuple[str, Path]]:
         yield f"smollm2/{name}", build_real(Path(SMOLLM2), name, folder)
 
 
-@pytest.mark.parametrize("name", TINY)
+SOME = [f"{family}/{quant.name}" for family, quant in every_third(OF_KERNELS, QUANTS)]
+SOME += ["qwen3/kv-int8", "gemma3_text/kv-fp8", "gemma3_text/kv-int4"]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_tiny_models(name: str, tmp_path: Path) -> None:
     path = tiny_engine(name, tmp_path)
     best, *others = _cpu.isa_names()
@@ -111,10 +115,3 @@ def test_tiny_models(name: str, tmp_path: Path) -> None:
     recorded_on |= {best} if check(name, path, best) else set()
     # Without AVX2, torch's generator gives other random weights than those of the record.
     assert {"avx2", "portable"} & recorded_on or torch.backends.cpu.get_cpu_capability() == "DEFAULT"
-
-
-def test_a_real_model(smollm2_gguf: Path) -> None:
-    """tests/long/test_logit_hashes.py has all texts, and the hashes."""
-    isa, which = _cpu.isa_names()[0], (1, 5, 7, 13)
-    with Engine.open(built(smollm2_gguf, "bf16")) as engine:
-        check_batches(engine, isa, which, logits_of(engine, isa, which), cuts=(7, 64))

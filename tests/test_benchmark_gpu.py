@@ -263,16 +263,17 @@ def test_a_streaming_read_reads_everything() -> None:
     assert int(found.numpy().view(np.uint32).sum(dtype=np.uint64)) & 0xFFFFFFFF == expected
 
 
-@pytest.mark.parametrize(
-    ("names", "counts"),
-    [
-        (("bf16", "int4"), (1, 7)),
-        (("w8a8",), (1, 7)),
-        (("fp8a8", "fp8a8 blocks"), (1, 7)),
-        (("bf16", "bf16 wgmma"), (66,)),
-        (("fp8a8", "fp8a8 wgmma"), (66,)),
-    ],
-)
+PRODUCTS: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
+    (("bf16", "int4"), (1, 7)),
+    (("w8a8",), (1, 7)),
+    (("fp8a8", "fp8a8 blocks"), (1, 7)),
+    (("bf16", "bf16 wgmma"), (66,)),
+    (("fp8a8", "fp8a8 wgmma"), (66,)),
+]
+SOME_PRODUCTS = [PRODUCTS[0], PRODUCTS[4]]
+
+
+@pytest.mark.parametrize(("names", "counts"), SOME_PRODUCTS)
 def test_matrix_products_are_called_as_engines_call_them(
     names: tuple[str, ...], counts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +305,7 @@ def test_a_wrong_product_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "it is off by" in str(found["gemm/gate_up/7/bf16"]["error"])
 
 
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [9])  # tests/long has a decode
 def test_attention_is_called_as_engines_call_it(tokens: int, tmp_path: Path) -> None:
     kinds = ("bf16", "i8") if tokens == 1 else ("bf16", attention.WGMMA)
     bench, calls = EmulatedBench(), {kv: attention.attention_call(kv) for kv in kinds}

@@ -55,6 +55,10 @@ def ids(tokenizer: TokenizerFiles, text: str, add_special_tokens: bool = False) 
 # model's own tokenizer.json do). So it is the reference as it is where no digits are, and with them split off where
 # there are any.
 def test_real_tokenizer(smollm2_gguf: Path) -> None:
+    check_real_tokenizer(smollm2_gguf, 500)
+
+
+def check_real_tokenizer(smollm2_gguf: Path, num_texts: int) -> None:
     files = open_checkpoint(str(smollm2_gguf)).tokenizer
     tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
     plain = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
@@ -63,7 +67,7 @@ def test_real_tokenizer(smollm2_gguf: Path) -> None:
         [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     with_digits = 0
-    for text in texts(2000):
+    for text in texts(num_texts):
         read = tokenizer.encode(text).ids
         assert read == digits.encode(text).ids, text
         if any(character.isnumeric() for character in text):
@@ -71,7 +75,7 @@ def test_real_tokenizer(smollm2_gguf: Path) -> None:
         else:
             assert read == plain(text)["input_ids"], text
         assert tokenizer.decode(read, skip_special_tokens=True) == plain.decode(read, skip_special_tokens=True)
-    assert 0 < with_digits < 2000
+    assert 0 < with_digits < num_texts
     assert tokenizer.get_vocab() == plain.get_vocab()
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     assert special == set(range(17))

@@ -60,9 +60,11 @@ def test_epilogues_with_bias(isa: str, kernel: str, epilogue: str, tokens: int) 
     assert torch.equal(problem.run(isa, "bf16"), problem.run(isa, "f32").bfloat16().float())
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("epilogue", ["none", "swiglu"])
+CUT = [(kernel, isa, epilogue) for kernel in KERNELS for isa in ISAS for epilogue in ("none", "swiglu")]
+SOME_CUT = [case for n, case in enumerate(CUT) if n % 4 in (0, 3)]  # each kernel on each ISA
+
+
+@pytest.mark.parametrize(("kernel", "isa", "epilogue"), SOME_CUT)
 def test_bits_depend_neither_on_company_nor_on_threads(isa: str, kernel: str, epilogue: str) -> None:
     problem = Problem(kernel, max(TOKENS), 330, 577, epilogue)
     together = problem.run(isa, "f32")

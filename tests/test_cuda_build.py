@@ -40,11 +40,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def some(kernels: Mapping[str, Specialization]) -> dict[str, Specialization]:
-    return dict(list(kernels.items())[::7])
+    return dict(list(kernels.items())[3::17])
 
 
 def test_the_same_file_from_an_empty_cache(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every seventh kernel."""
+    """Of every seventeenth kernel."""
     monkeypatch.setattr(build, "code_sections", lambda kernels, targets: code_sections(some(kernels), targets))
     config = BuildConfig(quant=quant_config("bf16"), targets=TARGETS[:2], gate=None)  # `engine` has compiled them
     build_engine(checkpoint_of("llama"), config, tmp_path / "one.engine")
@@ -149,9 +149,11 @@ def test_recurrences_go_in_chunks_unless_they_shall_be_batch_invariant() -> None
     assert functions(assembled("nemotron_h", batch_invariant=True), prompts) == alone
     assert functions(assembled("kimi_linear"), prompts) == alone  # each row of a state has a decay of its own
     some = {name: kernel for name, kernel in assembly.kernels.items() if "linear_rec" in name or kernel.triton}
-    archives = {name: read_code(memoryview(data), name).launches for name, data in code_sections(some, targets).items()}
+    archives = {
+        name: read_code(memoryview(data), name).launches for name, data in code_sections(some, targets[1:]).items()
+    }
     warps = {name: sorted(one.num_warps for one in launches.values()) for name, launches in archives.items()}
-    assert warps == {f"code/{sm}": [0, SCAN_WARPS, PREPARE_WARPS] for sm in ("sm_80", "sm_90a")}
+    assert warps == {"code/sm_90a": [0, SCAN_WARPS, PREPARE_WARPS]}
     assert not any(one.scratch_bytes for launches in archives.values() for one in launches.values())
 
 

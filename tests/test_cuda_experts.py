@@ -213,7 +213,14 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("gemm", FORMS, ids=lambda gemm: f"{gemm.format}-{gemm.epilogue}")
+SOME_FORMS = FORMS[1::2]  # with each epilogue
+
+
+def name_of(gemm: Gemm) -> str:
+    return f"{gemm.format}-{gemm.epilogue}"
+
+
+@pytest.mark.parametrize("gemm", SOME_FORMS, ids=name_of)
 def test_each_row_meets_its_expert_in_tiles_of_all_sizes(gemm: Gemm) -> None:
     problem = Experts(gemm, COUNTS)
     headers = dict.fromkeys((launch.kernel for launch in problem.launches), "gemm_experts.cuh")

@@ -1,7 +1,7 @@
 """EAGLE-3 heads in the layouts in which they are published (tests/test_heads.py has what all heads do)."""
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,12 @@ def test_published_configs(speculators: bool, more: Mapping[str, Any], layers: t
     assert made.reads.layers == layers
 
 
+@cache
+def llama_target() -> Assembly:
+    """The model alone, which no head that is refused changes."""
+    return assembled(with_eagle("llama", layers=(1, 3)))
+
+
 D2T = partial(torch.zeros, VOCAB_SIZE, dtype=torch.int64)
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 
@@ -198,7 +204,7 @@ def test_heads_that_do_not_fit(
     head = with_eagle("llama", layers=(1, 3))
     draft = find_head(head.store(tmp_path / "head", config, tensors))
     with pytest.raises(error, match=f"(?s){message}"):
-        assert draft is not None and add_draft(assembled(head), draft, Silent())
+        assert draft is not None and add_draft(llama_target(), draft, Silent())
 
 
 def test_folders_that_are_damaged(tmp_path: Path) -> None:

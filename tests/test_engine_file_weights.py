@@ -28,6 +28,9 @@ QUANTS: list[QuantConfig] = [
     Fp8(fp8_scales="block"),
     Int8Sq(32, "static"),
 ]
+SOME = [
+    QUANTS[n] for n, quant in enumerate(QUANTS) if quant.name in ("bf16", "w8a8", "mxfp4", "auto") or n >= len(METHODS)
+]
 LAYOUTS = {"plain", "r16", "r16_pairs", "r16_columns", "r16_columns_pairs"}
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
@@ -133,7 +136,7 @@ def has_groups(reader: Reader) -> bool:
     return any(len(form.shape or ()) > 1 for name, form in reader.forms.items() if name.endswith("gate_up_proj.scale"))
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=str)
+@pytest.mark.parametrize("quant", SOME, ids=str)
 def test_a_reader_in_numpy_restores_every_weight(
     quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

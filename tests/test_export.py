@@ -15,7 +15,7 @@ from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UsageError
 from tests import tolerances
 from tests.helpers.onnx_run import run
-from tests.helpers.tiny import FAMILIES, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import OF_EACH_BLOCK, MemoryCheckpoint, tiny_config, tiny_model
 
 TOKENS = np.arange(3, 20)[None] * 7
 
@@ -40,7 +40,7 @@ def feeds(graph: ir.Model, dtype: type[np.floating]) -> dict[str, np.ndarray]:
     ("dtype", "kind", "tolerance"),
     [("fp32", np.float32, tolerances.DENSE_LOGITS), ("fp16", np.float16, tolerances.DENSE_LOGITS_FP16)],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OF_EACH_BLOCK)
 def test_an_exported_file_runs(
     tmp_path: Path, family: str, dtype: str, kind: type[np.floating], tolerance: float
 ) -> None:

@@ -42,7 +42,7 @@ from enginewright.runtime.step.step_cost import StepCost
 from enginewright.runtime.step.step_plan import StepPlan
 from tests import tolerances
 from tests.emulator.device import device_for
-from tests.helpers.eagle import EAGLE, right_eagle, with_eagle
+from tests.helpers.eagle import EAGLE, WithEagle, right_eagle, with_eagle
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error
 from tests.helpers.heads import MTP, Guesser, right_mtp, with_mtp
@@ -56,6 +56,18 @@ CONFIG = BuildConfig(gate=None)
 
 CHAINS = (*MTP, *(f"eagle {case}" for case in EAGLE))  # whose guesses follow from those before
 HEADS = (*CHAINS, *(f"medusa {case}" for case in MEDUSA))
+GUESSING = [f"all-experts {case}" if case in ALL_EXPERTS else case for case in CHAINS]
+# One of each form in which heads come, and of each kind of layer; tests/long has the others.
+SOME_GUESSING = ["all-experts glm4_moe", "qwen3_5_text", "eagle llama", "eagle llama-own-embedding"]
+SOME_HEADS = ["glm4_moe_lite", "qwen3_5_text", "eagle llama-normed", "medusa llama"]
+QUANTIZED = [
+    (case, quant)
+    for case in ("untied qwen3_5_text", "eagle llama", "eagle qwen3_5_text", "medusa llama", "medusa llama-vllm")
+    for quant in ("w8a8", "int4-rtn", "int8-sq", "auto")
+]
+SOME_QUANTIZED = QUANTIZED[::5]  # each method, and each kind of head
+ANSWERING = [(case, quant) for case in ("eagle llama", "medusa llama") for quant in ("w8a8", "int4-rtn")]
+SOME_ANSWERING = ANSWERING[::3]
 
 
 @cache
@@ -128,7 +140,7 @@ class Watched:
 
 
 @pytest.mark.usefixtures("guesses_pay")
-@pytest.mark.parametrize("case", [f"all-experts {case}" if case in ALL_EXPERTS else case for case in CHAINS])
+@pytest.mark.parametrize("case", SOME_GUESSING)
 def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tokens in a chain, behind prompts that are read at once and in chunks, with wrong guesses taken back; and
     behind what the prefix cache has, where the head begins with what is computed.
@@ -148,7 +160,7 @@ def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("guesses_pay")
-@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("case", SOME_HEADS)
 def test_no_answer_depends_on_heads(case: str) -> None:
     with Engine.open(engine_of(case)) as engine:
         plain, _ = answers(engine, 40, speculate="off")
@@ -254,10 +266,7 @@ def test_an_engine_with_heads_is_the_same_model(case: str, shared: set[str], sou
     assert ("speculate  mtp" in description) == carried and f"\n  {role} " in description
 
 
-@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn", "int8-sq", "auto"])
-@pytest.mark.parametrize(
-    "case", ["untied qwen3_5_text", "eagle llama", "eagle qwen3_5_text", "medusa llama", "medusa llama-vllm"]
-)
+@pytest.mark.parametrize(("case", "quant"), SOME_QUANTIZED)
 def test_heads_are_quantized_as_the_model_is(case: str, quant: str, tmp_path: Path) -> None:
     """Without scales that only texts could tell, on all targets."""
     settings = {"activation_scheme": "static"} if quant == "int8-sq" else {}
@@ -287,8 +296,7 @@ def test_heads_may_have_a_method_of_their_own(case: str, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("guesses_pay")
-@pytest.mark.parametrize("quant", ["w8a8", "int4-rtn"])
-@pytest.mark.parametrize("case", ["eagle llama", "medusa llama"])
+@pytest.mark.parametrize(("case", "quant"), SOME_ANSWERING)
 def test_no_answer_depends_on_quantized_heads(case: str, quant: str, tmp_path: Path) -> None:
     head, path = head_of(case), tmp_path / "x.engine"
     build_engine(head.checkpoint, replace(CONFIG, quant=quant_config(quant)), path, draft=head.draft(tmp_path / "head"))
@@ -297,7 +305,7 @@ def test_no_answer_depends_on_quantized_heads(case: str, quant: str, tmp_path: P
 
 
 def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_hidden_on_gpus("eagle llama", tmp_path, monkeypatch)
+    check_hidden_on_gpus("eagle llama-normed", tmp_path, monkeypatch)  # a small one, which reads two layers
 
 
 def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +333,7 @@ def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 outputs = executor.run(plan)
                 shown.append((np.array(outputs.hidden), np.array(outputs.logits)))
         (hidden, logits), (states, others) = shown
-        num_states = 3 if role is None and head.role == "eagle" else 1  # EAGLE-3 reads those behind three layers
+        num_states = len(head.layers) if role is None and isinstance(head, WithEagle) else 1
         assert states.shape == hidden.shape == (12, num_states * width)
         assert relative_error(states, hidden) < tolerances.ENGINE_GRAPH["bf16"]
         assert relative_error(others, logits) < tolerances.ENGINE_GRAPH["bf16"]

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,24 +115,6 @@ def test_the_same_with_random_aborts(engine: Engine, mixed_alone: Answers) -> No
             else:
                 assert tokens[: len(written)] == written and text.startswith(said)
         wait_until_idle(llm)
-
-
-def test_a_real_model_in_little_memory(smollm2_gguf: Path) -> None:
-    random = np.random.default_rng(5)
-    prompts = [random.integers(10, 40_000, length).tolist() for length in random.integers(1, 70, 50).tolist()]
-    params = [replace(GREEDY, temperature=n % 2 * 0.7, seed=n, max_tokens=1 + n % 12) for n in range(len(prompts))]
-    limits = {"max_model_len": 128, "max_num_seqs": 32, "max_num_batched_tokens": 128}
-    with Engine.open(built(smollm2_gguf, "int8-wo")) as engine:
-        total = sum(
-            sequence_bytes(engine.plan.caches, len(prompt) + (one.max_tokens or 0), 128)
-            for prompt, one in zip(prompts, params, strict=True)
-        )
-        with LLM(engine, **limits, kv_cache_memory=total // 4) as llm:
-            together = answers(llm.generate(prompts, params))
-            wait_until_idle(llm)
-        some = range(0, len(prompts), 5)  # one by one they take a while
-        with LLM(engine, **limits, enable_prefix_caching=False) as llm:
-            assert [together[n] for n in some] == [answers(llm.generate(prompts[n], params[n]))[0] for n in some]
 
 
 def beginning_alike(count: int, prefix: int, seed: int = 7) -> list[list[int]]:

@@ -44,7 +44,6 @@ def opened(cache: Cache, length: int, keys: list[bytes] | None = None) -> list[B
     return tables
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     windows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 13)), min_size=1, max_size=3),
     block_size=st.integers(1, 7),
@@ -53,7 +52,7 @@ def opened(cache: Cache, length: int, keys: list[bytes] | None = None) -> list[B
     spare=st.integers(0, 20),
     data=st.data(),
 )
-def test_what_is_reserved_is_there(
+def check_reserved(
     windows: list[tuple[int, int]],
     block_size: int,
     chunk: int,
@@ -104,6 +103,11 @@ def test_what_is_reserved_is_there(
             assert all(0 <= block < count for block in held)
     assert cache.num_free == tuple(num_blocks)
     assert cache.admit(max(lengths)) is not None, "reservations are given back, too"
+
+
+def test_what_is_reserved_is_there() -> None:
+    """tests/long has more examples."""
+    settings(max_examples=60, deadline=None)(check_reserved)()
 
 
 @pytest.mark.parametrize(("window", "chunk", "block_size"), [(7, 1, 4), (7, 5, 4), (1, 3, 2), (8, 8, 4), (5, 2, 1)])

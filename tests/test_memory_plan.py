@@ -200,8 +200,11 @@ def test_weights_that_are_read_must_fit(monkeypatch: pytest.MonkeyPatch) -> None
     assert kv_bytes[0] == kv_bytes[1] <= 2_000_000, "half of what the weights leave, either way"
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+BUILT = [(family, kv) for kv in ("bf16", "int8", "fp8", "int4") for family in ("llama", "gemma3_text")]
+SOME_BUILT = [case for n, case in enumerate(BUILT) if n % 4 in (0, 3)]  # each dtype, one family
+
+
+@pytest.mark.parametrize(("family", "kv_cache_dtype"), SOME_BUILT)
 def test_the_executor_allocates_what_the_memory_plan_says(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     config, build_config = tiny_config(family), BuildConfig(kv_cache_dtype=kv_cache_dtype)
     build_engine(MemoryCheckpoint.of(tiny_model(config), config), build_config, tmp_path / "tiny.engine")

@@ -10,6 +10,7 @@ import pytest
 from enginewright.runtime.text.messages.calls import CallFormat
 from enginewright.runtime.text.messages.formats import CALL_FORMATS
 from enginewright.runtime.text.messages.source import Marks, Source
+from tests.helpers.breadth import every_third
 from tests.helpers.hostile_messages import feed, hostile_messages
 
 SHORT, LONG = 500, 2000  # characters
@@ -71,8 +72,16 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     yield counted
 
 
-@pytest.mark.parametrize("size", [1, 4, LONG])
-@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda one: one.name)
+SIZES = (1, 4, LONG)
+PIECES = [(calls, size) for calls in CALL_FORMATS for size in SIZES]
+SOME_PIECES = every_third(CALL_FORMATS, SIZES)
+
+
+def name_of(value: object) -> str:
+    return str(getattr(value, "name", value))
+
+
+@pytest.mark.parametrize(("calls", "size"), SOME_PIECES, ids=name_of)
 def test_work_is_linear(calls: CallFormat, size: int, work: Work) -> None:
     pairs = zip(hostile_messages(calls, SHORT), hostile_messages(calls, LONG), strict=True)
     for (name, short), (_, long) in pairs:

@@ -30,6 +30,7 @@ from enginewright.runtime.text.messages.parser import MessageFormat, MessagePars
 from enginewright.runtime.text.messages.pythonic import LFM2, PYTHONIC
 from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
 from enginewright.runtime.text.tokenizer import Tokenizer
+from tests.helpers.breadth import every_third
 from tests.helpers.tiny import MemoryCheckpoint
 
 THINK = REASONING_FORMATS[0]
@@ -261,8 +262,12 @@ HARMONY_BOTH = f"{HARMONY_CALL}{_json(ADD)}"
 CUT = {**{name: case[:2] for name, case in CASES.items()}, "harmony": (HARMONY, HARMONY_BOTH)}
 
 
-@pytest.mark.parametrize("lead", ["", "I look.\n\n", "<think>\nHm.\n</think>\n\nI look.\n"])
-@pytest.mark.parametrize("name", CUT)
+LEADS = ("", "I look.\n\n", "<think>\nHm.\n</think>\n\nI look.\n")
+CUT_BEHIND = [(name, lead) for name in CUT for lead in LEADS]
+SOME_CUT_BEHIND = every_third(CUT, LEADS)
+
+
+@pytest.mark.parametrize(("name", "lead"), SOME_CUT_BEHIND)
 def test_nothing_of_a_call_is_text_wherever_it_is_cut(name: str, lead: str) -> None:
     calls, text = CUT[name]
     if calls is HARMONY and lead:

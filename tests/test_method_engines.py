@@ -1,6 +1,8 @@
 """Engines of every method beside the graph that they were lowered from, in onnxruntime: the same numbers."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -56,8 +58,23 @@ def bound(method: type[QuantConfig]) -> float:
     return tolerances.ENGINE_GRAPH[activations_of(method)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.info.name)
+FAMILIES = ("qwen3", "gemma3_text")
+BY_METHOD = [(method, family) for method in METHODS for family in FAMILIES]
+BY_GROUP = [(group, family) for group in (0, 32) for family in FAMILIES]
+BY_SCALES = [(scales, family) for scales in ("tensor", "block") for family in FAMILIES]
+BY_KV = [(kv, family) for kv in ("int8", "fp8", "int4") for family in FAMILIES]
+
+
+def in_turn(cases: Sequence[tuple[Any, str]]) -> list[tuple[Any, str]]:
+    """One family of each method; tests/long has the other one."""
+    return [case for n, case in enumerate(cases) if n % 4 in (0, 3)]
+
+
+def name_of(value: Any) -> str:
+    return value.info.name if isinstance(value, type) else str(value)
+
+
+@pytest.mark.parametrize(("method", "family"), in_turn(BY_METHOD), ids=name_of)
 def test_an_engine_computes_its_graph(
     method: type[QuantConfig], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,8 +83,7 @@ def test_an_engine_computes_its_graph(
     assert error < bound(method)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize(("group", "family"), in_turn(BY_GROUP))
 def test_so_it_does_with_static_scales(
     group: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +91,7 @@ def test_so_it_does_with_static_scales(
     assert difference(checkpoint_of(family), quant, tokens, tmp_path, monkeypatch) < bound(Int8Sq)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-@pytest.mark.parametrize("scales", ["tensor", "block"])
+@pytest.mark.parametrize(("scales", "family"), in_turn(BY_SCALES))
 def test_so_it_does_with_other_scales_of_fp8(
     scales: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,8 +102,7 @@ def test_so_it_does_with_other_scales_of_fp8(
     assert error < bound(Fp8)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize(("kv_cache_dtype", "family"), in_turn(BY_KV))
 def test_so_it_does_with_a_kv_cache_of_codes(
     kv_cache_dtype: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,8 @@ from tests.helpers.tiny import (
     ENCODERS,
     FAMILIES,
     HYBRIDS,
+    OF_EACH_BLOCK,
+    OF_EACH_STATE,
     MemoryCheckpoint,
     kind_of,
     tiny_checkpoint,
@@ -235,7 +237,11 @@ def test_frequencies_are_transformers_bits(scaling: dict[str, Any] | None, head_
     assert rope.scale == embedding.attention_scaling
 
 
-@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in FAMILIES), *CASES[-3:]])
+GRAPHS: list[tuple[str, dict[str, Any]]] = [*((family, {}) for family in FAMILIES), *CASES[-3:]]
+SOME_GRAPHS = [case for case in GRAPHS if case[0] in OF_EACH_BLOCK]
+
+
+@pytest.mark.parametrize(("family", "overrides"), SOME_GRAPHS)
 def test_graphs_are_valid_and_say_their_shapes(family: str, overrides: dict[str, Any]) -> None:
     config = tiny_config(family, **overrides)
     graph = build_graph(MemoryCheckpoint.of(tiny_model(config), config))
@@ -493,7 +499,10 @@ def test_what_is_not_implemented_is_refused_by_name(
     assert checkpoint.reads == []
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *ENCODERS])
+IN_FOLDERS = (*OF_EACH_BLOCK, *OF_EACH_STATE, *ENCODERS)
+
+
+@pytest.mark.parametrize("family", IN_FOLDERS)
 def test_a_checkpoint_in_a_folder_is_the_same_model(tmp_path: Path, family: str) -> None:
     """tests/long saves it once more."""
     config = tiny_config(family)

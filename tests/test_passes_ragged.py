@@ -17,6 +17,7 @@ from enginewright.passes.quant import Bf16, QuantConfig
 from enginewright.plugins.attention.kv_write import STORED, pool_dtype
 from enginewright.plugins.target import CPU_TARGET
 from tests import tolerances
+from tests.helpers.breadth import every_third
 from tests.helpers.graphs import (
     CASES,
     QUANTS,
@@ -99,7 +100,21 @@ def round_what_attention_reads(model: ir.Model) -> None:
             node.replace_input_with(index, back)
 
 
-@pytest.mark.parametrize(("case", "quant"), in_turn([*CASES, *STATE_CASES], QUANTS), ids=name_of)
+PACKED = in_turn([*CASES, *STATE_CASES], QUANTS)
+SOME_PACKED = [each for n, each in enumerate(PACKED) if n % 4 in (0, 3)]  # the first kind, or another one
+PASSES = [
+    (name, case, kind)
+    for name in ("fuse_rope_kv_write", "round_in_producer", "gather_early")
+    for case, kind in in_turn([*CASES, "qwen3_5_text"], KINDS)
+]
+SOME_PASSES = PASSES[::3]
+FINISHED = in_turn([*CASES], QUANTS)
+SOME_FINISHED = [each for n, each in enumerate(FINISHED) if n % 4 in (0, 3)]
+CODES = [(case, dtype) for case in CASES for dtype in tolerances.KV_LOGITS]
+SOME_CODES = every_third(CASES, [*tolerances.KV_LOGITS])
+
+
+@pytest.mark.parametrize(("case", "quant"), SOME_PACKED, ids=name_of)
 def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -> None:
     dense, to_ragged = graph_before(case, "to_ragged", quant)
     ragged = dense.clone()
@@ -113,8 +128,7 @@ def test_packed_sequences_are_as_each_by_itself(case: str, quant: QuantConfig) -
         assert relative_error(actual[name], rows) < bound, name
 
 
-@pytest.mark.parametrize(("case", "kv_dtype"), in_turn([*CASES, "qwen3_5_text"], KINDS))
-@pytest.mark.parametrize("name", ["fuse_rope_kv_write", "round_in_producer", "gather_early"])
+@pytest.mark.parametrize(("name", "case", "kv_dtype"), SOME_PASSES)
 def test_results_are_the_same_before_and_after(name: str, case: str, kv_dtype: str) -> None:
     model, own = graph_before(case, name, kv_dtype=kv_dtype)
     logits, pools = ragged_logits(model)
@@ -127,7 +141,7 @@ def test_results_are_the_same_before_and_after(name: str, case: str, kv_dtype: s
             np.testing.assert_array_equal(other[key], expected, key)
 
 
-@pytest.mark.parametrize(("case", "quant"), in_turn([*CASES], QUANTS), ids=name_of)
+@pytest.mark.parametrize(("case", "quant"), SOME_FINISHED, ids=name_of)
 def test_the_finished_graph_is_near_the_imported_one(case: str, quant: QuantConfig) -> None:
     imported = dense_graph(case)
     expected = dense_logits(imported)
@@ -143,8 +157,7 @@ def test_the_finished_graph_is_near_the_imported_one(case: str, quant: QuantConf
         assert (untouched[0], untouched.sum()) == (True, BLOCKS - 6), name
 
 
-@pytest.mark.parametrize("kv_dtype", tolerances.KV_LOGITS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kv_dtype"), SOME_CODES)
 def test_pools_of_codes_are_near_those_of_bf16(case: str, kv_dtype: str) -> None:
     """What attention reads is a row of codes, and not the row; nothing else differs."""
     exact, rounded = (run_pipeline(dense_graph(case), Bf16(), kv_dtype=dtype)[0] for dtype in ("bf16", kv_dtype))
@@ -186,12 +199,12 @@ FINAL_OPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("quant", "kv_dtype"),
-    [*((quant, "bf16") for quant in QUANTS), (Bf16(), "i8"), (Bf16(), "e4m3"), (Bf16(), "u4")],
-    ids=lambda x: getattr(x, "name", x),
-)
-@pytest.mark.parametrize("case", CASES)
+FORMATS = [*((quant, "bf16") for quant in QUANTS), (Bf16(), "i8"), (Bf16(), "e4m3"), (Bf16(), "u4")]
+LOWERED = [(case, quant, kind) for case in CASES for quant, kind in FORMATS]
+SOME_LOWERED = [(case, *format) for case, format in every_third(CASES, FORMATS)]
+
+
+@pytest.mark.parametrize(("case", "quant", "kv_dtype"), SOME_LOWERED, ids=name_of)
 def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConfig, kv_dtype: str) -> None:
     dense = dense_graph(case)
     groups = json.loads(dense.metadata_props["enginewright.kv_groups"])

@@ -12,6 +12,7 @@ import pytest
 from enginewright import _cpu
 from enginewright.errors import UsageError
 from enginewright.runtime.sampling.sampling import IN_FLIGHT, SampledToken, Sampler, SamplingParams, SamplingRequest
+from tests.helpers.breadth import every_third
 from tests.helpers.ladder import Ladder
 from tests.helpers.sampling_reference import (
     FILTERS,
@@ -30,8 +31,11 @@ from tests.tolerances import LOGPROB
 VOCABULARIES = [1, 2, 15, 16, 63, 64, 65, 1000, 20011]
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+EACH = [(filters, vocab) for filters in FILTERS for vocab in VOCABULARIES]
+SOME = every_third(FILTERS, VOCABULARIES)
+
+
+@pytest.mark.parametrize(("filters", "vocab"), SOME, ids=str)
 @pytest.mark.parametrize("spread", [0.2, 5.0])
 def test_draws_are_those_of_the_reference(filters: dict[str, Any], vocab: int, spread: float) -> None:
     seed = vocab << 40 | vocab
@@ -59,10 +63,10 @@ def test_groups_of_noise_and_their_tokens_are_as_likely_as_others(spread: float)
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("distance", [0.3, 3.0])
-def test_rows_draw_the_same_token_as_often_as_gumbel_noise_makes_them(distance: float) -> None:
+@pytest.mark.parametrize(("distance", "draws"), [(0.3, 6000), (3.0, 6000)])  # tests/long has more of them
+def test_rows_draw_the_same_token_as_often_as_gumbel_noise_makes_them(distance: float, draws: int) -> None:
     """1 / Σ_y max(p_y / p_x, q_y / q_x) of each token x, which holds if all tokens' numbers are independent."""
-    draws, one = 20000, logits_of(150, spread=1.5)[0]
+    one = logits_of(150, spread=1.5)[0]
     other = one + logits_of(150, seed=1, spread=distance)[0]
     p, q = (probabilities(row.astype(np.float64), SamplingParams()) for row in (one, other))
     expected = (1 / np.maximum(p / p[:, None], q / q[:, None]).sum(axis=1)).sum()

@@ -145,7 +145,7 @@ class Traffic:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_thousands_of_steps(ahead: int) -> None:
     """tests/long takes more of them."""
-    check_traffic(10_000, ahead)
+    check_traffic(5_000, ahead)
 
 
 def check_traffic(num_steps: int, ahead: int) -> None:

@@ -160,7 +160,10 @@ def test_bf16_engine_agrees_with_fp32(reference: Reference, bf16_logits: torch.T
     assert ours <= theirs
 
 
-@pytest.mark.parametrize("quant", tolerances.SMOLLM2_KL)
+SOME_QUANTS, SOME_KV = ("int4-rtn",), ("int8",)  # tests/long has the others
+
+
+@pytest.mark.parametrize("quant", SOME_QUANTS)
 def test_quantized_engines_stay_close_to_fp32(reference: Reference, smollm2_gguf: Path, quant: str) -> None:
     logits = engine_logits(reference, built(smollm2_gguf, FORMS.get(quant, quant)))
     kl = mean_kl(reference.fp32_logits, logits)
@@ -170,7 +173,7 @@ def test_quantized_engines_stay_close_to_fp32(reference: Reference, smollm2_gguf
     assert top1 >= tolerances.SMOLLM2_TOP1[quant]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", tolerances.SMOLLM2_KV_KL)
+@pytest.mark.parametrize("kv_cache_dtype", SOME_KV)
 def test_a_kv_cache_of_codes_stays_close_to_fp32(
     reference: Reference, bf16_logits: torch.Tensor, smollm2_gguf: Path, kv_cache_dtype: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,16 @@ class Ask:
         return whole
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3_text"])  # the second has a sliding window
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tmp_path_factory.mktemp("ahead")
-    # A tied tiny model repeats itself whatever it sees.
-    with Engine.open(built(tiny_checkpoint(folder, request.param, tie_word_embeddings=False), "bf16")) as opened:
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Of a model that has a sliding window; tests/long has one without."""
+    with engine_of("gemma3_text", tmp_path_factory.mktemp("ahead")) as opened:
         yield opened
+
+
+def engine_of(family: str, folder: Path) -> Engine:
+    # A tied tiny model repeats itself whatever it sees.
+    return Engine.open(built(tiny_checkpoint(folder, family, tie_word_embeddings=False), "bf16"))
 
 
 def asked(seed: int, count: int = 110) -> list[Ask]:

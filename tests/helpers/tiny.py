@@ -56,6 +56,9 @@ ALL_EXPERTS: Mapping[str, Mapping[str, Any]] = {
 }
 # What covers the kernels: others are put together of the same.
 OF_KERNELS = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
+# One family of each kind of dense block: rotated or learned positions, norms of each kind, joined projections, blocks
+# side by side, windows, layers that share a KV cache, experts, latent attention.
+OF_EACH_BLOCK = ("llama", "gpt2", "phi3", "cohere2", "gemma4_text", "gpt_oss", "deepseek_v3")
 HYBRIDS = (
     "falcon_h1",
     "granitemoehybrid",
@@ -67,6 +70,7 @@ HYBRIDS = (
     "qwen3_5_moe_text",
     "qwen3_next",
 )  # with layers that carry a state
+OF_EACH_STATE = ("falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text")  # one of each kind of them
 ENCODERS = ("bert", "modernbert")  # that write no text
 BEGIN, END, TURN = "<|begin|>", "<|end|>", "<|turn|>"  # ids 0, 1, 2
 VOCAB_SIZE = 307  # a prime, above the 256 bytes that a byte-level vocabulary starts from

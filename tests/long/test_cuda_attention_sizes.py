@@ -5,12 +5,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests import test_cuda_attention as short
 from tests.emulator.kernels import SCHEDULES, Kernels
+from tests.helpers.breadth import others
 from tests.helpers.cuda_attention import Attention, compiled, part
 from tests.helpers.paged_kv import Chunk, Heads
 
 DIMS = (24, 64, 80, 96, 128, 256)
 GROUPS = (1, 3, 5, 8, 16, 20)
+
+
+@pytest.mark.parametrize("attention", others(short.ATTENTIONS, short.SOME), ids=str)
+def test_mixed_batches(attention: Attention) -> None:
+    short.check_mixed_batch(attention, compiled([attention]))
 
 
 def attentions() -> Iterator[Attention]:

@@ -1,4 +1,4 @@
-"""Engines of every family in the formats of integers that tests/test_families.py leaves out, and of awkward sizes."""
+"""Engines of every family and format that tests/test_families.py leaves out, and of awkward sizes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +9,17 @@ import torch
 from transformers import PreTrainedModel
 
 from enginewright.passes.quant import W8A8, Bf16, Int4Rtn, QuantConfig
+from tests import test_families as short
+from tests.helpers.breadth import others, repeated
 from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, kind_of, saved, tiny_checkpoint
-from tests.test_families import ALONE, INTEGERS, check_family
+from tests.test_families import ALONE, CASES, INTEGERS, SOME, check_family
 from tests.test_models import content_of_folder
 
-OTHERS = [(family, INTEGERS[(index + 1) % 2]) for index, family in enumerate(ALONE)]
+OTHERS = [*others(CASES, SOME), *((family, INTEGERS[(index + 1) % 2]) for index, family in enumerate(ALONE))]
+
+test_every_op_has_a_kernel_on_gpus = repeated(
+    short.test_every_op_has_a_kernel_on_gpus, "family", others(short.OPS_OF, short.SOME_OPS_OF)
+)
 
 
 @pytest.mark.parametrize(("family", "quant"), OTHERS, ids=[f"{family}-{quant.name}" for family, quant in OTHERS])

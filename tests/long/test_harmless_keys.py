@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from enginewright.builder.models import build_graph
-from tests import test_hybrids, test_models, tolerances
+from tests import test_config_keys, test_hybrids, test_models, tolerances
+from tests.helpers.breadth import others, repeated
 from tests.helpers.harmless_keys import Reference, excused, excused_by
 from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, MemoryCheckpoint
 from tests.test_config_keys import NOT_TAKEN, content_with
@@ -42,6 +43,13 @@ def test_a_harmless_key_by_itself(family: str, overrides: dict[str, Any], table:
             assert odd.taken.keys() == {key}, f"{key}: transformers takes none of the odd values"
             assert content_with(reference, odd.config) == unchanged, odd.taken
             assert np.abs(odd.numbers - logits).max() < tolerances.HYBRID_LOGITS, odd.taken
+
+
+test_odd_values_of_harmless_keys_change_nothing_in_transformers = repeated(
+    test_config_keys.test_odd_values_of_harmless_keys_change_nothing_in_transformers,
+    "family",
+    others([*FAMILIES, *HYBRIDS, *ENCODERS], test_config_keys.SOME_FAMILIES),
+)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *ENCODERS])

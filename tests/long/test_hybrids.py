@@ -8,13 +8,27 @@ from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
+from tests import test_hybrids as short
 from tests import tolerances
+from tests.helpers.breadth import others, repeated
 from tests.helpers.graphs import relative_error
-from tests.helpers.tiny import HYBRIDS, tiny_model
+from tests.helpers.tiny import HYBRIDS, OF_EACH_STATE, tiny_model
 from tests.test_hybrids import GREEDY, config_of, engine_of, generated, texts, tokens_of
 
 PROMPT, STEPS = 3000, 200
 LONGEST = PROMPT + STEPS + 1
+OTHERS = others(HYBRIDS, OF_EACH_STATE)
+
+test_bits_are_the_same_alone_and_beside_others_however_prompts_are_cut = repeated(
+    short.test_bits_are_the_same_alone_and_beside_others_however_prompts_are_cut, "family", OTHERS
+)
+test_engines_are_near_transformers = repeated(
+    short.test_engines_are_near_transformers, ("family", "quant"), others(short.BY_QUANT, short.SOME_BY_QUANT)
+)
+test_generated_tokens_are_those_of_transformers = repeated(
+    short.test_generated_tokens_are_those_of_transformers, "family", OTHERS
+)
+test_preemption_changes_no_token = repeated(short.test_preemption_changes_no_token, "family", OTHERS)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

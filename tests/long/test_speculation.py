@@ -6,12 +6,18 @@ from enginewright import _cpu
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.speculation import methods
+from tests import test_speculation as short
+from tests.helpers.breadth import others, repeated
 from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_same
 from tests.test_heads import HEADS, head_of
 from tests.test_heads import engine_of as engine_with_head
 from tests.test_speculation import engine_of
 
 REQUESTS = 200
+
+test_a_draft_guesses_by_the_same_noise = repeated(
+    short.test_a_draft_guesses_by_the_same_noise, ("family", "draft"), others(short.DRAFTS, short.SOME_DRAFTS)
+)
 
 
 @pytest.mark.parametrize("isa", _cpu.isa_names())

@@ -1,0 +1,8 @@
+"""What llama.cpp's converter changes in the architectures that tests/test_checkpoint_gguf.py leaves out."""
+
+from tests import test_checkpoint_gguf as short
+from tests.helpers.breadth import repeated
+
+test_what_the_converter_changed_is_undone = repeated(
+    short.test_what_the_converter_changed_is_undone, "case", short.CASES[1::2]
+)

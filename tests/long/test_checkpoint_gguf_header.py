@@ -1,0 +1,11 @@
+"""Headers of GGUF files under more damage than `make test` has time for."""
+
+from pathlib import Path
+
+from tests import test_checkpoint_gguf_header as short
+
+whole = short.whole
+
+
+def test_bytes_changed_at_random(tmp_path: Path, whole: bytes) -> None:
+    short.check_changed_bytes(tmp_path, whole, 5000)

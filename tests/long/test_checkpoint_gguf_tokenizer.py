@@ -1,0 +1,9 @@
+"""A real tokenizer on more texts than `make test` has time for."""
+
+from pathlib import Path
+
+from tests.test_checkpoint_gguf_tokenizer import check_real_tokenizer
+
+
+def test_real_tokenizer(smollm2_gguf: Path) -> None:
+    check_real_tokenizer(smollm2_gguf, 2000)

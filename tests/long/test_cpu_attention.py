@@ -1,0 +1,11 @@
+"""Attention on CPUs in the formats that tests/test_cpu_attention.py leaves out."""
+
+from tests import test_cpu_attention as short
+from tests.helpers.breadth import others, repeated
+
+test_bits_do_not_depend_on_cuts_company_or_threads = repeated(
+    short.test_bits_do_not_depend_on_cuts_company_or_threads,
+    ("heads", "window", "kv", "isa"),
+    others(short.CUT, short.SOME_CUT),
+    ids=str,
+)

@@ -1,0 +1,11 @@
+"""Experts on CUDA, in emulation, in the formats that tests/test_cuda_experts.py leaves out."""
+
+from tests import test_cuda_experts as short
+from tests.helpers.breadth import others, repeated
+
+test_each_row_meets_its_expert_in_tiles_of_all_sizes = repeated(
+    short.test_each_row_meets_its_expert_in_tiles_of_all_sizes,
+    "gemm",
+    others(short.FORMS, short.SOME_FORMS),
+    ids=short.name_of,
+)

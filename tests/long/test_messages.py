@@ -1,0 +1,10 @@
+"""Calls that are cut, after the texts that tests/test_messages.py leaves out."""
+
+from tests import test_messages as short
+from tests.helpers.breadth import others, repeated
+
+test_nothing_of_a_call_is_text_wherever_it_is_cut = repeated(
+    short.test_nothing_of_a_call_is_text_wherever_it_is_cut,
+    ("name", "lead"),
+    others(short.CUT_BEHIND, short.SOME_CUT_BEHIND),
+)

@@ -1,0 +1,14 @@
+"""Graphs and folders of the families that tests/test_models.py leaves out."""
+
+from tests import test_models as short
+from tests.helpers.breadth import others, repeated
+from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS
+
+test_graphs_are_valid_and_say_their_shapes = repeated(
+    short.test_graphs_are_valid_and_say_their_shapes, ("family", "overrides"), others(short.GRAPHS, short.SOME_GRAPHS)
+)
+test_a_checkpoint_in_a_folder_is_the_same_model = repeated(
+    short.test_a_checkpoint_in_a_folder_is_the_same_model,
+    "family",
+    others([*FAMILIES, *HYBRIDS, *ENCODERS], short.IN_FOLDERS),
+)

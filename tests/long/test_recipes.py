@@ -1,0 +1,8 @@
+"""Recipes that tests/test_recipes.py leaves out."""
+
+from tests import test_recipes as short
+from tests.helpers.breadth import repeated
+
+test_a_recipes_kv_cache_gives_way_to_latent_vectors = repeated(
+    short.test_a_recipes_kv_cache_gives_way_to_latent_vectors, "name", short.WITH_INT8_KV[1:]
+)

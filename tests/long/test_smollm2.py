@@ -1,0 +1,16 @@
+"""A real model beside transformers in the formats that tests/test_smollm2.py leaves out."""
+
+from tests import test_smollm2 as short
+from tests import tolerances
+from tests.helpers.breadth import others, repeated
+
+bf16_logits, model, reference, tokenizer = short.bf16_logits, short.model, short.reference, short.tokenizer
+
+test_quantized_engines_stay_close_to_fp32 = repeated(
+    short.test_quantized_engines_stay_close_to_fp32, "quant", others(tolerances.SMOLLM2_KL, short.SOME_QUANTS)
+)
+test_a_kv_cache_of_codes_stays_close_to_fp32 = repeated(
+    short.test_a_kv_cache_of_codes_stays_close_to_fp32,
+    "kv_cache_dtype",
+    others(tolerances.SMOLLM2_KV_KL, short.SOME_KV),
+)
