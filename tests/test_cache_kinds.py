@@ -55,8 +55,10 @@ class Model:
         one, copies = Running(tokens, []), self.lists()
         keys = one.keys.of(tokens, (len(tokens) - 1) // BLOCK)
         shared = self.cache.num_shared(keys)
-        parts_at = self.cache.parts_at(keys)
-        held = self.cache.admit(len(tokens), keys[:shared], 0, copies, shares=True, parts_at=parts_at)
+        divergence_position = self.cache.divergence_position(keys)
+        held = self.cache.admit(
+            len(tokens), keys[:shared], 0, copies, shares=True, divergence_position=divergence_position
+        )
         if held is None:
             return None
         one.held, one.computed = held, shared * BLOCK

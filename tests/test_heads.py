@@ -36,7 +36,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.speculation import speculator
 from enginewright.runtime.speculation.head import HeadModel
-from enginewright.runtime.speculation.speculator import Guesses, Speculator
+from enginewright.runtime.speculation.speculator import Proposals, Speculator
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
 from enginewright.runtime.step.step_plan import StepPlan
@@ -120,9 +120,9 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[list[int], int, Sequence[int]]] = []
-        guess = Speculator.guess
+        guess = Speculator.propose
 
-        def watched(guessing: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Guesses:
+        def watched(guessing: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Proposals:
             guesses = guess(guessing, sequences, soon)
             for one, own in guesses:
                 assert isinstance(guessing._proposer, HeadModel)
@@ -130,7 +130,7 @@ class Watched:
                 self.made.append((list(one.token_ids), guessing._proposer._states[one].first, own))
             return guesses
 
-        monkeypatch.setattr(Speculator, "guess", watched)
+        monkeypatch.setattr(Speculator, "propose", watched)
 
     def check(self, head: Guesser) -> int:
         """All guesses are what the head would guess; how many there are."""
@@ -342,7 +342,7 @@ def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def _step(executor: Executor, sequence: TokenSequence) -> StepPlan:
     """Of a whole prompt."""
     scheduler = Scheduler(executor.plan.caches, executor.memory_plan.limits, executor.memory_plan.num_blocks)
-    sequence.every_logit = True
+    sequence.needs_prompt_logits = True
     scheduler.add(sequence)
     plan = scheduler.schedule()
     assert plan is not None and plan.sizes.tokens == len(sequence.token_ids)

@@ -129,7 +129,7 @@ def test_what_was_reserved_to_one_is_not_reserved_to_another() -> None:
     cache = Cache([group(0), group(6)], [10, 100], chunk=8)
     opened(cache, 30)
     assert cache.num_free == (10, 100), "nothing is taken yet"
-    assert cache.admit(9) is None and cache.admit(8, spare=1) is None
+    assert cache.admit(9) is None and cache.admit(8, watermark_blocks=1) is None
     second = opened(cache, 8)
     assert not cache.grow(second, 9) and cache.grow(second, 8)
 

@@ -26,7 +26,7 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.speculation.speculator import Guesses, Speculator
+from enginewright.runtime.speculation.speculator import Proposals, Speculator
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_plan import Packer, Part, StepPlan
 from tests import tolerances
@@ -77,14 +77,14 @@ def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: 
     cache has; never more.
     """
     made: list[tuple[list[int], Sequence[int]]] = []
-    guess = Speculator.guess
+    guess = Speculator.propose
 
-    def watched(speculator: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Guesses:
+    def watched(speculator: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Proposals:
         guesses = guess(speculator, sequences, soon)
         made.extend((list(one.token_ids), own) for one, own in guesses)
         return guesses
 
-    monkeypatch.setattr(Speculator, "guess", watched)
+    monkeypatch.setattr(Speculator, "propose", watched)
     head, path, random = with_medusa(case, **MEDUSA[case]), tmp_path / "x.engine", np.random.default_rng(1)
     build_engine(head.checkpoint, CONFIG, path, draft=head.draft(tmp_path / "head"))
     prompts = [random.integers(3, 300, length).tolist() for length in (1, 2, 31, 150, 90)]

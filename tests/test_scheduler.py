@@ -91,10 +91,10 @@ class Traffic:
         salt = "another tenant" if random.random() < 0.1 else ""
         kind = random.random()
         if kind < 0.2:
-            self.watch.add(sequence_of(prompt, drawing=False, every_logit=kind < 0.1))
+            self.watch.add(sequence_of(prompt, drawing=False, needs_prompt_logits=kind < 0.1))
             return
         scored = bool(random.random() < 0.2)
-        first = sequence_of(prompt, int(random.integers(length, LONGEST + 1)), every_logit=scored, salt=salt)
+        first = sequence_of(prompt, int(random.integers(length, LONGEST + 1)), needs_prompt_logits=scored, salt=salt)
         if kind < 0.3:
             self.watch.poisoned.add(first)
         self.watch.add(first)
@@ -112,7 +112,7 @@ class Traffic:
         """Tokens that may come next, right ones mostly."""
         for sequence in self.watch.alive:
             decodes = sequence.is_running and sequence.num_computed_tokens == len(sequence.token_ids) - 1
-            ready = decodes and sequence.request is not None and not sequence.every_logit
+            ready = decodes and sequence.request is not None and not sequence.needs_prompt_logits
             if ready and not sequence.num_in_flight_tokens and self.random.random() < 0.3:
                 tokens = list(sequence.token_ids)
                 for _ in range(int(self.random.integers(1, 6))):

@@ -25,7 +25,7 @@ from enginewright.runtime.server.metrics import Metrics, MetricsPage
 from enginewright.runtime.speculation import methods
 from enginewright.runtime.speculation.acceptance import Acceptance
 from enginewright.runtime.speculation.lookup import BETWEEN, MEMORY_TOKENS, TENANTS, PromptLookup, Text
-from enginewright.runtime.speculation.proposer import Guess, Proposer
+from enginewright.runtime.speculation.proposer import DraftToken, Proposer
 from enginewright.runtime.speculation.speculator import PROBING, Speculator
 from enginewright.runtime.speculation.stats import SpeculationStats
 from enginewright.runtime.step.sequence import TokenSequence
@@ -123,10 +123,12 @@ def sequence(token_ids: Sequence[int], num_prompt_tokens: int = 1, salt: str = "
 def lookup(proposer: PromptLookup, *sequences: TokenSequence) -> list[tuple[int | None, list[int]]]:
     """Levels and guesses."""
     found: list[tuple[int | None, list[int]]] = []
-    for one, level in zip(sequences, proposer.look(sequences), strict=True):
+    for one, level in zip(sequences, proposer.confidences(sequences), strict=True):
         proposer.begin([one])
-        made = [guess for _ in range(4) for guess in proposer.guess([one]) if guess is not None and level is not None]
-        assert all(guess.level == level for guess in made)
+        made = [
+            guess for _ in range(4) for guess in proposer.next_tokens([one]) if guess is not None and level is not None
+        ]
+        assert all(guess.confidence == level for guess in made)
         found.append((level, [guess.token for guess in made]))
     return found
 
@@ -144,11 +146,13 @@ def test_lookup_guesses_what_repeats_itself() -> None:
     proposer = PromptLookup(6)
     going = sequence([5, 1, 2, 3, 1, 2, 3])
     assert lookup(proposer, going) == [(0, [1, 2, 3, 1])], "over and over"
-    assert [proposer.guess([going]) for _ in range(3)] == [[Guess(2, 0)], [Guess(3, 0)], [None]], "six at most"
+    assert [proposer.next_tokens([going]) for _ in range(3)] == [[DraftToken(2, 0)], [DraftToken(3, 0)], [None]], (
+        "six at most"
+    )
     going.token_ids += [7, 1, 2]
     assert lookup(proposer, going) == [(0, [3, 7, 1, 2])]
-    assert proposer.look([sequence([1, 2, 3, 4]), sequence([4, 9, 4])]) == [None, None], "one token is no match"
-    assert proposer.look([sequence([*range(20), *range(5)]), sequence([*range(20), *range(9)])]) == [1, 2]
+    assert proposer.confidences([sequence([1, 2, 3, 4]), sequence([4, 9, 4])]) == [None, None], "one token is no match"
+    assert proposer.confidences([sequence([*range(20), *range(5)]), sequence([*range(20), *range(9)])]) == [1, 2]
 
 
 def test_lookup_remembers_answers_of_the_same_tenant_alone() -> None:
@@ -158,7 +162,7 @@ def test_lookup_remembers_answers_of_the_same_tenant_alone() -> None:
     assert lookup(proposer, *asked) == [(0, [5, 6, 7]), (None, []), (None, [])], "prompts are not remembered"
     for number in range(TENANTS):
         proposer.end(sequence([1, 3, 4, 8], salt=str(number)))
-    assert proposer.look([asked[0]]) == [None], "the tenant that has asked longest ago is forgotten"
+    assert proposer.confidences([asked[0]]) == [None], "the tenant that has asked longest ago is forgotten"
 
 
 def test_lookup_keeps_a_bounded_memory() -> None:
@@ -203,7 +207,7 @@ def test_guesses_are_made_where_they_pay(cost: StepCost, of_token: float, batch:
     cost.fixed, cost.of_token = 1.0, of_token
     speculator = Speculator(PromptLookup(8), cost, 8, 512)
     repeating = [sequence([*range(number, 20 + number), *range(number, 9 + number)]) for number in range(batch)]
-    guesses = speculator.guess(repeating)
+    guesses = speculator.propose(repeating)
     assert {len(one) for _, one in guesses} == ({expected} if expected else set())
 
 
@@ -211,7 +215,7 @@ def test_guesses_stay_within_a_step_and_an_answer(cost: StepCost) -> None:
     cost.fixed, cost.of_token = 1.0, 0.0
     repeating = [sequence([*range(20), *range(9)]) for _ in range(3)]
     repeating[0].max_tokens = 32
-    guesses = Speculator(PromptLookup(8), cost, 8, 12).guess(repeating)
+    guesses = Speculator(PromptLookup(8), cost, 8, 12).propose(repeating)
     assert sum(len(one) for _, one in guesses) == 12 - 3 and len(guesses[0][1]) == 2
 
 
@@ -219,20 +223,20 @@ class Scripted(Proposer):
     """It says how sure it is with each guess, and takes time."""
 
     first_rates = (0.8, 0.05, 0.99)
-    seconds = (0.1, 0.02)
+    cost_s = (0.1, 0.02)
 
     def __init__(self, *levels: int) -> None:
         self.levels, self.made = levels, 0
 
-    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+    def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [0] * len(sequences)
 
     def begin(self, sequences: Sequence[TokenSequence]) -> None:
         self.made = 0
 
-    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+    def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
         self.made += 1
-        return [Guess(self.made, self.levels[self.made - 1]) if self.made <= len(self.levels) else None] * len(
+        return [DraftToken(self.made, self.levels[self.made - 1]) if self.made <= len(self.levels) else None] * len(
             sequences
         )
 
@@ -258,7 +262,7 @@ def test_a_chain_ends_where_the_proposer_is_not_sure(
     measured(cost, 1.0, 0.1)
     proposer, going = Scripted(*levels), [sequence([7], 1), sequence([8], 1)]
     speculator = Speculator(proposer, cost, 8, 512)
-    guesses = [(one, list(tokens)) for one, tokens in speculator.guess(going)]
+    guesses = [(one, list(tokens)) for one, tokens in speculator.propose(going)]
     assert guesses == ([(one, [*range(1, taken + 1)]) for one in going] if taken else []) and proposer.made == made
 
 
@@ -266,17 +270,17 @@ def test_guesses_that_take_time_wait_until_a_step_was_measured(cost: StepCost) -
     """Before, a step's cost is in no seconds: nobody knows what it may be compared with."""
     going, proposer = sequence([1, 2, 3] * 5), Scripted(2, 2, 2)
     speculator = Speculator(proposer, cost, 8, 512)
-    assert not speculator.guess([going]) and proposer.made == 0
-    assert Speculator(PromptLookup(8), cost, 8, 512).guess([going]), "which take none"
+    assert not speculator.propose([going]) and proposer.made == 0
+    assert Speculator(PromptLookup(8), cost, 8, 512).propose([going]), "which take none"
     speculator.step_took(1, 1.0)
-    assert speculator.guess([going])
+    assert speculator.propose([going])
 
 
 def test_each_level_learns_from_its_own_guesses(cost: StepCost) -> None:
     measured(cost, 1.0, 0.1)
     speculator, going = Speculator(Scripted(2, 2, 2, 1), cost, 8, 512), sequence([7], 1)
     for _ in range(40):
-        ((_, tokens),) = speculator.guess([going])
+        ((_, tokens),) = speculator.propose([going])
         speculator.verified(going, len(tokens), 1)  # the second one is always wrong
         if len(tokens) < 3:
             break
@@ -289,7 +293,7 @@ def test_wrong_guesses_are_given_up_and_tried_again(cost: StepCost) -> None:
     cost.fixed, cost.of_token = 1.0, 0.1
     speculator, going, tried = Speculator(PromptLookup(8), cost, 8, 512), sequence([1, 2, 3] * 5), []
     for _ in range(400):
-        guesses = dict(speculator.guess([going]))
+        guesses = dict(speculator.propose([going]))
         tried.append(len(guesses.get(going, ())))
         speculator.verified(going, tried[-1], 0)
     assert tried[0] > 1 and max(tried[100:]) == 1
@@ -303,24 +307,24 @@ def test_what_does_not_seem_to_pay_is_tried_now_and_then(cost: StepCost) -> None
     """Otherwise nobody would see that it does."""
     cost.fixed, cost.of_token = 1.0, 20.0
     speculator, going = Speculator(PromptLookup(8), cost, 8, 512), sequence([1, 2, 3] * 5)
-    tried = [sum(len(one) for _, one in speculator.guess([going])) for _ in range(1000)]
+    tried = [sum(len(one) for _, one in speculator.propose([going])) for _ in range(1000)]
     assert max(tried) == 1 and sum(tried) == pytest.approx(PROBING * 1000 * 21 / 20, abs=1), "by the time it takes"
     full = Speculator(PromptLookup(8), cost, 8, 1)
-    assert not any(full.guess([going]) for _ in range(1000)), "a step has no room for it"
+    assert not any(full.propose([going]) for _ in range(1000)), "a step has no room for it"
 
 
 def test_a_proposer_reads_what_guesses_make_up_for(cost: StepCost, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(cost, 1.0, 0.1)
-    monkeypatch.setattr(Scripted, "reading", lambda _, sequence: 0.5 * sequence.num_prompt_tokens)
+    monkeypatch.setattr(Scripted, "catch_up_s", lambda _, sequence: 0.5 * sequence.num_prompt_tokens)
     short, long, ending = sequence([7] * 20, 20), sequence([8] * 400, 400), sequence([9] * 20, 20)
     ending.max_tokens = 24
     speculator = Speculator(Scripted(2, 2), cost, 8, 512)
-    assert [one for one, _ in speculator.guess([short, long, ending])] == [short]
-    assert [one for one, _ in speculator.guess([short, long, ending], soon=4)] == [short]
-    assert not speculator.guess([short, long, ending], soon=64), "guesses do not pay then"
+    assert [one for one, _ in speculator.propose([short, long, ending])] == [short]
+    assert [one for one, _ in speculator.propose([short, long, ending], soon=4)] == [short]
+    assert not speculator.propose([short, long, ending], soon=64), "guesses do not pay then"
     for _ in range(200):
         speculator.end(sequence([7] * 30, 20))  # answers of ten tokens
-    tried = [bool(speculator.guess([short])) for _ in range(2000)]
+    tried = [bool(speculator.propose([short])) for _ in range(2000)]
     assert not tried[0] and 0 < sum(tried) < 4, "reading it takes ten seconds, and a thousand steps eleven hundred"
 
 

@@ -120,13 +120,13 @@ def test_whoever_waits_becomes_more_urgent() -> None:
     watch.now = BEST_EFFORT * AGE_S
     later = work()
     add(watch, later)
-    assert ends(watch) == [running, idle, later] and idle.num_preemptions == 0 and idle.level == 0
+    assert ends(watch) == [running, idle, later] and idle.num_preemptions == 0 and idle.effective_priority == 0
 
 
 def test_nothing_overtakes_by_waiting() -> None:
-    assert WorkClass(0).level(1e6, 0) == 0 and WorkClass(-7).level(1e6, -7) == -7
-    assert WorkClass(BATCH).level(1e6, 0) == 0 and WorkClass(BATCH).level(1e6, BATCH) == BATCH
-    assert WorkClass(BATCH).level(3.5 * AGE_S, 0) == BATCH - 3
+    assert WorkClass(0).effective_priority(1e6, 0) == 0 and WorkClass(-7).effective_priority(1e6, -7) == -7
+    assert WorkClass(BATCH).effective_priority(1e6, 0) == 0 and WorkClass(BATCH).effective_priority(1e6, BATCH) == BATCH
+    assert WorkClass(BATCH).effective_priority(3.5 * AGE_S, 0) == BATCH - 3
     for priority in (1001, -1001, 0.5, True, None):
         with pytest.raises(UsageError, match="priority must be"):
             WorkClass(priority)  # type: ignore[arg-type]

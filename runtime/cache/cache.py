@@ -72,7 +72,7 @@ class Cache:
             shared = shorter
         return shared
 
-    def absent(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    def missing_blocks(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
         """What a sequence that begins with these blocks reads and what is not there: groups and keys, by block."""
         places = {key: place for place, key in enumerate(keys)}
         read = [(group, key) for group, kind in enumerate(self._kinds) for key in kind.begins_with(keys)]
@@ -91,7 +91,7 @@ class Cache:
                 if key in kind.pool:
                     held.append((kind.pool, kind.pool.place_of(key)))
                     kind.pool.hold(held[-1][1])
-        for group, key in self.absent(keys):
+        for group, key in self.missing_blocks(keys):
             pool = self._kinds[group].pool
             place = pool.take()
             held.append((pool, place))
@@ -100,11 +100,11 @@ class Cache:
         for pool, place in held:
             pool.drop(place)
 
-    def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
+    def has_room(self, length: int, keys: Sequence[bytes], watermark_blocks: int) -> bool:
         """Whether `admit` finds room."""
-        return all(kind.has_room(length, keys, spare) for kind in self._kinds)
+        return all(kind.has_room(length, keys, watermark_blocks) for kind in self._kinds)
 
-    def parts_at(self, keys: Sequence[bytes]) -> int:
+    def divergence_position(self, keys: Sequence[bytes]) -> int:
         """The position up to which a sequence that came before has the tokens of these blocks, as far as a group still
         shows it; 0 where it does not matter, since all groups can begin anywhere.
         """
@@ -116,30 +116,36 @@ class Cache:
         self,
         length: int,
         keys: Sequence[bytes] = (),
-        spare: int = 0,
+        watermark_blocks: int = 0,
         copies: Sequence[Copies] | None = None,
         *,
         shares: bool = False,
-        parts_at: int = 0,
+        divergence_position: int = 0,
     ) -> list[Any] | None:
         """What a sequence of `length` positions so far holds, or None if there is no room now.
 
         Args:
             keys: of the full blocks that it begins with and that are there (`num_shared`).
-            spare: blocks, a group, that must be left over.
+            watermark_blocks: blocks, a group, that must be left over.
             copies: gets, a group, the copies to make before anything else is written.
-            shares, parts_at: as CacheKind.open has them.
+            shares, divergence_position: as CacheKind.open has them.
         """
-        if not self.has_room(length, keys, spare):
+        if not self.has_room(length, keys, watermark_blocks):
             return None
         copies = copies or [[] for _ in self._kinds]
         return [
-            kind.open(length, keys, mine, shares=shares, parts_at=parts_at)
+            kind.open(length, keys, mine, shares=shares, divergence_position=divergence_position)
             for kind, mine in zip(self._kinds, copies, strict=True)
         ]
 
     def fork(
-        self, held: Sequence[Any], computed: int, shared: int, length: int, spare: int, copies: Sequence[Copies]
+        self,
+        held: Sequence[Any],
+        computed: int,
+        shared: int,
+        length: int,
+        watermark_blocks: int,
+        copies: Sequence[Copies],
     ) -> list[Any] | None:
         """What a sibling holds that shares the first `shared` of the positions that are computed.
 
@@ -148,7 +154,7 @@ class Cache:
         if self.block_size is None:
             return None
         pairs = list(zip(self._kinds, held, strict=True))
-        if not all(kind.can_fork(mine, computed, shared, length, spare) for kind, mine in pairs):
+        if not all(kind.can_fork(mine, computed, shared, length, watermark_blocks) for kind, mine in pairs):
             return None
         return [kind.fork(mine, shared, length, to_make) for (kind, mine), to_make in zip(pairs, copies, strict=True)]
 
@@ -206,24 +212,24 @@ class Cache:
             kind.truncate(mine, computed, length, keys, to_make)
         return True
 
-    def mark(self, held: Sequence[Any], computed: int, copies: Sequence[Copies]) -> bool:
+    def checkpoint(self, held: Sequence[Any], computed: int, copies: Sequence[Copies]) -> bool:
         """The next step computes guesses behind `computed`: keep what it takes to go back there.
 
         False, and nothing is kept, if there is no room for it.
         """
         pairs = list(zip(self._kinds, held, strict=True))
-        if all(kind.mark(mine, computed, to_make) for (kind, mine), to_make in zip(pairs, copies, strict=True)):
+        if all(kind.checkpoint(mine, computed, to_make) for (kind, mine), to_make in zip(pairs, copies, strict=True)):
             return True
         self._unmark(held)
         return False
 
-    def take_back(self, held: Sequence[Any], computed: int, length: int, copies: Sequence[Copies]) -> int:
+    def roll_back(self, held: Sequence[Any], computed: int, length: int, copies: Sequence[Copies]) -> int:
         """Guesses from position `length` on were wrong; how many positions are computed now.
 
         They are fewer than `length` where a state was only kept before the first guess.
         """
         for kind, mine in zip(self._kinds, held, strict=True):
-            length = min(length, kind.goes_back_to(mine, computed, length))
+            length = min(length, kind.rollback_position(mine, computed, length))
         taken_back = self.truncate(held, computed, length, (), copies)
         assert taken_back, "nobody else has blocks of a step that is not committed"
         self._unmark(held)
@@ -231,7 +237,7 @@ class Cache:
 
     def _unmark(self, held: Sequence[Any]) -> None:
         for kind, mine in zip(self._kinds, held, strict=True):
-            kind.unmark(mine)
+            kind.drop_checkpoint(mine)
 
     def release(self, held: Sequence[Any]) -> None:
         """Take everything back."""

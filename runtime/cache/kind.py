@@ -32,21 +32,26 @@ class CacheKind(ABC, Generic[Held]):
         """Of these keys, those of what a sequence reads that goes on behind them."""
 
     @abstractmethod
-    def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
+    def has_room(self, length: int, keys: Sequence[bytes], watermark_blocks: int) -> bool:
         """Whether a sequence of `length` positions that begins with what is there can be opened now.
 
         Args:
-            spare: places that must be left over, where sequences take more as they grow.
+            watermark_blocks: places that must be left over, where sequences take more as they grow.
         """
 
     @abstractmethod
-    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, parts_at: int) -> Held:
-        """shares: whether others may begin with what this sequence computes. parts_at: the position up to which another
-        one that came before has the same tokens; 0: none is known.
+    def open(
+        self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, divergence_position: int
+    ) -> Held:
+        """Take what the first `length` tokens need, of which `keys` are there already.
+
+        Args:
+            shares: others may begin with what this sequence computes.
+            divergence_position: position up to which an earlier sequence has the same tokens; 0: none is known.
         """
 
     @abstractmethod
-    def can_fork(self, held: Held, computed: int, shared: int, length: int, spare: int) -> bool:
+    def can_fork(self, held: Held, computed: int, shared: int, length: int, watermark_blocks: int) -> bool:
         """Whether a sibling can go on behind the first `shared` of `computed` positions, to `length`."""
 
     @abstractmethod
@@ -83,15 +88,15 @@ class CacheKind(ABC, Generic[Held]):
     def truncate(self, held: Held, computed: int, length: int, keys: Sequence[bytes], copies: Copies) -> None:
         """Take back what positions from `length` on have left."""
 
-    def mark(self, held: Held, computed: int, copies: Copies) -> bool:
+    def checkpoint(self, held: Held, computed: int, copies: Copies) -> bool:
         """Guesses come behind `computed`: keep what it takes to go back there; False if there is no room for it."""
         return True
 
-    def goes_back_to(self, held: Held, computed: int, length: int) -> int:
+    def rollback_position(self, held: Held, computed: int, length: int) -> int:
         """The last position up to `length` that `truncate` can leave; that of the mark at least."""
         return length
 
-    def unmark(self, held: Held) -> None:
+    def drop_checkpoint(self, held: Held) -> None:
         """The guesses behind the mark are verified."""
 
     @abstractmethod

@@ -72,20 +72,22 @@ class PagedBlocks(CacheKind[BlockTable]):
     def begins_with(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         return [keys[place] for place in self._needed(len(keys), len(keys) * self._block_size)]
 
-    def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
+    def has_room(self, length: int, keys: Sequence[bytes], watermark_blocks: int) -> bool:
         pool = self.pool
         revived = 0 if self._window else sum(not pool.is_held(pool.place_of(key)) for key in self.begins_with(keys))
-        return self._to_reserve(length, len(keys)) + revived + spare <= self._room
+        return self._to_reserve(length, len(keys)) + revived + watermark_blocks <= self._room
 
-    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, parts_at: int) -> BlockTable:
+    def open(
+        self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, divergence_position: int
+    ) -> BlockTable:
         blocks = [0] * len(keys)
         for place in self._needed(len(keys), len(keys) * self._block_size):
             blocks[place] = self.pool.place_of(keys[place])
         return self._open(length, blocks, len(keys) * self._block_size)
 
-    def can_fork(self, held: BlockTable, computed: int, shared: int, length: int, spare: int) -> bool:
+    def can_fork(self, held: BlockTable, computed: int, shared: int, length: int, watermark_blocks: int) -> bool:
         full = shared // self._block_size
-        return self._sees(held, shared) and self._to_reserve(length, full) + spare <= self._room
+        return self._sees(held, shared) and self._to_reserve(length, full) + watermark_blocks <= self._room
 
     def fork(self, held: BlockTable, shared: int, length: int, copies: Copies) -> BlockTable:
         full, partial = divmod(shared, self._block_size)

@@ -40,7 +40,7 @@ class StateSlot:
     stops: tuple[int, ...]
     shares: bool  # it takes snapshots
     pending: list[Snapshot] = field(default_factory=list)
-    mark: Snapshot | None = None  # what it was before the guesses that are being computed
+    checkpoint: Snapshot | None = None  # what it was before the guesses that are being computed
 
     @property
     def held(self) -> list[int]:
@@ -69,10 +69,12 @@ class StateSlots(CacheKind[StateSlot]):
     def begins_with(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         return keys[-1:]
 
-    def has_room(self, length: int, keys: Sequence[bytes], spare: int) -> bool:
+    def has_room(self, length: int, keys: Sequence[bytes], watermark_blocks: int) -> bool:
         return self.pool.num_free > 0
 
-    def open(self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, parts_at: int) -> StateSlot:
+    def open(
+        self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, divergence_position: int
+    ) -> StateSlot:
         """It begins with a copy of a snapshot, or with the snapshot itself if no other slot is free."""
         pool, shared = self.pool, len(keys) * self._block_size
         if not keys:
@@ -87,9 +89,9 @@ class StateSlots(CacheKind[StateSlot]):
             else:
                 pool.overwrite(slot)
         last_block = (length - 1) // self._block_size * self._block_size
-        return StateSlot(slot, shared, (parts_at, last_block), shares and self._may_share)
+        return StateSlot(slot, shared, (divergence_position, last_block), shares and self._may_share)
 
-    def can_fork(self, held: StateSlot, computed: int, shared: int, length: int, spare: int) -> bool:
+    def can_fork(self, held: StateSlot, computed: int, shared: int, length: int, watermark_blocks: int) -> bool:
         """Only where the state stands: what it was before is gone."""
         return shared == computed and self.pool.num_free > 0
 
@@ -139,28 +141,28 @@ class StateSlots(CacheKind[StateSlot]):
         held.pending = [snapshot for snapshot in held.pending if snapshot.position <= length]
         held.snapshots_end = min(held.snapshots_end, length)
 
-    def mark(self, held: StateSlot, computed: int, copies: Copies) -> bool:
+    def checkpoint(self, held: StateSlot, computed: int, copies: Copies) -> bool:
         """By a copy, made before the next step."""
         if self._num_pending == self._max_pending:
             return False
         self._num_pending += 1
-        held.mark = Snapshot(computed, self.pool.take())
-        copies.append((held.slot, held.mark.slot))
+        held.checkpoint = Snapshot(computed, self.pool.take())
+        copies.append((held.slot, held.checkpoint.slot))
         return True
 
-    def goes_back_to(self, held: StateSlot, computed: int, length: int) -> int:
-        return length if length == computed or held.mark is None else held.mark.position
+    def rollback_position(self, held: StateSlot, computed: int, length: int) -> int:
+        return length if length == computed or held.checkpoint is None else held.checkpoint.position
 
-    def unmark(self, held: StateSlot) -> None:
-        if held.mark is not None:
-            self._drop(held.mark)
-            held.mark = None
+    def drop_checkpoint(self, held: StateSlot) -> None:
+        if held.checkpoint is not None:
+            self._drop(held.checkpoint)
+            held.checkpoint = None
 
     def release(self, held: StateSlot) -> None:
         for snapshot in held.pending:
             self._forget(snapshot)
         held.pending = []
-        self.unmark(held)
+        self.drop_checkpoint(held)
         self.pool.drop(held.slot)
 
     def chunk_end(self, held: StateSlot, first: int, end: int) -> int:
@@ -174,7 +176,7 @@ class StateSlots(CacheKind[StateSlot]):
 
     def _snapshot_at(self, held: StateSlot, position: int, keys: Sequence[bytes]) -> int | None:
         """The slot of a snapshot, its own or one that all may use."""
-        for snapshot in (*held.pending, held.mark):
+        for snapshot in (*held.pending, held.checkpoint):
             if snapshot is not None and snapshot.position == position:
                 return snapshot.slot
         block, rest = divmod(position, self._block_size)

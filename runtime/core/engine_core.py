@@ -305,7 +305,7 @@ class EngineCore:
                 max_tokens=whole,
                 stop_token_ids=frozenset((*ends, *params.stop_token_ids)),
                 request=sampling,
-                every_logit=params.prompt_logprobs is not None and index == 0,
+                needs_prompt_logits=params.prompt_logprobs is not None and index == 0,
                 cache_salt=cache_salt,
                 sibling_of=request.completions[0].sequence if index else None,
                 work=work,
@@ -417,7 +417,7 @@ class EngineCore:
             work = 0.0 if self._pace is None else self._cost.of(plan.inputs["positions"])
             for sequence in plan.verifying if plan.has_grammar else ():
                 if (grammar := _grammar_of(sequence)) is not None:
-                    grammar.look(sequence.guesses)
+                    grammar.look(sequence.draft_tokens)
             outputs = self.executor.run(plan)
             logits = outputs.logits
             if self._in_flight and plan.has_grammar:
@@ -452,25 +452,25 @@ class EngineCore:
         late = [one for one in late if not _mask_ready(one, 0)]
         requests = list(plan.requests)
         for sequence in late:
-            rows = slice(sequence.logits_row, sequence.logits_row + 1 + len(sequence.guesses))
+            rows = slice(sequence.logits_row, sequence.logits_row + 1 + len(sequence.draft_tokens))
             own = msgspec.structs.replace(
                 plan,
                 sampling=(sequence,),
                 requests=plan.requests[rows],
                 ending=(),
-                has_pending=sequence.has_pending,
+                has_unpublished_blocks=sequence.has_unpublished_blocks,
                 prompt_rows=(),
-                verifying=(sequence,) if sequence.guesses else (),
+                verifying=(sequence,) if sequence.draft_tokens else (),
             )
             self._late.append(LateRows(own, kept[rows].copy()))
-            self._scheduler.set_aside(sequence)
+            self._scheduler.defer(sequence)
             # Rows stay where they are: a GPU samples all of them, and knows each by its number.
             requests[rows] = [DroppedRow(self.engine.plan.vocab_size)] * len(own.requests)
         return msgspec.structs.replace(
             plan,
-            sampling=tuple(one for one in plan.sampling if not one.is_late),
+            sampling=tuple(one for one in plan.sampling if not one.deferred),
             requests=tuple(requests),
-            verifying=tuple(one for one in plan.verifying if not one.is_late),
+            verifying=tuple(one for one in plan.verifying if not one.deferred),
         )
 
     def _end_late(self) -> list[tuple[Request, Delta]]:
@@ -499,7 +499,7 @@ class EngineCore:
                 self._speculator.step_took(plan.sizes.tokens, seconds)
             self._speculator.observe(plan, step.outputs)
             self._sampler.settle()  # a draft samples as its requests will
-            for sequence, guesses in self._speculator.guess(free, self._num_soon()):
+            for sequence, guesses in self._speculator.propose(free, self._num_soon()):
                 self._scheduler.propose(sequence, guesses)
 
     def _num_soon(self) -> int:
@@ -650,9 +650,9 @@ class EngineCore:
         """The tokens of each sequence of `plan.sampling`: one, and another behind each guess that was right."""
         accepted, rows = [], iter(sampled)
         for sequence in plan.sampling:
-            own = tuple(islice(rows, 1 + len(sequence.guesses)))
+            own = tuple(islice(rows, 1 + len(sequence.draft_tokens)))
             count = 1
-            for token, guess in zip(own, sequence.guesses, strict=False):
+            for token, guess in zip(own, sequence.draft_tokens, strict=False):
                 if token.is_nan or token.token != guess or guess in sequence.stop_token_ids:
                     break
                 count += 1
@@ -660,7 +660,7 @@ class EngineCore:
                 if not token.is_nan and sequence.request is not None:
                     sequence.request.accept(token.token)
             if self._speculator is not None and sequence.finish_reason is None:
-                self._speculator.verified(sequence, len(sequence.guesses), count - 1)
+                self._speculator.verified(sequence, len(sequence.draft_tokens), count - 1)
             accepted.append(own[:count])
         return accepted
 
@@ -672,7 +672,7 @@ class EngineCore:
         for row, sequence, position in plan.prompt_rows:
             if sequence in self._completions:  # it has not ended meanwhile
                 self._requests[sequence].prompt_logprobs[position] = sampled[row]
-                sequence.every_logit = position + 1 < sequence.num_prompt_tokens
+                sequence.needs_prompt_logits = position + 1 < sequence.num_prompt_tokens
         pairs = zip(sampled, plan.requests, strict=True)
         rest = [token for token, request in pairs if not isinstance(request, PromptToken | DroppedRow)]
         row = 0
@@ -682,7 +682,7 @@ class EngineCore:
             scored = self._requests[sequence].prompt_logprobs if is_first else ()
             if any(token is not None and token.is_nan for token in scored):
                 rest[row] = SampledToken(0, is_nan=True)
-            row += 1 + len(sequence.guesses)
+            row += 1 + len(sequence.draft_tokens)
         return rest
 
     def _take(self, completion: Completion, tokens: tuple[SampledToken, ...]) -> Delta:
@@ -742,7 +742,7 @@ def _grammar_of(sequence: TokenSequence) -> Grammar | None:
 def _mask_ready(sequence: TokenSequence, seconds: float) -> bool:
     """Wait for the masks of a sequence, and of its draft tokens, so long at most; True if they are there."""
     grammar = _grammar_of(sequence)
-    return grammar is None or grammar.wait(seconds, sequence.guesses)
+    return grammar is None or grammar.wait(seconds, sequence.draft_tokens)
 
 
 def _numbers(tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:

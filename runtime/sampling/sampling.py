@@ -362,14 +362,14 @@ class SamplingRequest:
         """TOKEN_BIAS, each token once."""
         return self._rules.biases_at_first if self.position < self._may_end_at else self._rules.biases
 
-    def behind(self, guesses: Sequence[int]) -> "list[RowBehindGuesses]":
+    def rows_after(self, guesses: Sequence[int]) -> "list[RowAfterDraft]":
         """What rows are for that come behind the first guess, the first two, …: as if these had been taken."""
-        return [RowBehindGuesses(self, guesses[: place + 1]) for place in range(len(guesses))]
+        return [RowAfterDraft(self, guesses[: place + 1]) for place in range(len(guesses))]
 
-    def history_behind(self, guesses: Sequence[int]) -> npt.NDArray[np.void]:
-        return _NO_HISTORY if self._history is None else self._history.behind(guesses)
+    def history_after(self, guesses: Sequence[int]) -> npt.NDArray[np.void]:
+        return _NO_HISTORY if self._history is None else self._history.after(guesses)
 
-    def biases_behind(self, count: int) -> npt.NDArray[np.void]:
+    def biases_after(self, count: int) -> npt.NDArray[np.void]:
         at_first = self.position + count < self._may_end_at
         return self._rules.biases_at_first if at_first else self._rules.biases
 
@@ -412,30 +412,30 @@ class SamplingRequest:
             self.grammar.take(token)
 
 
-class RowBehindGuesses:
+class RowAfterDraft:
     """A row that is sampled as if guesses had been taken. What comes of it is for `SamplingRequest.accept`."""
 
     has_extras, needs_tokens = True, False
 
     def __init__(self, request: SamplingRequest, guesses: Sequence[int]) -> None:
-        self.request, self.guesses = request, tuple(guesses)
+        self.request, self.draft_tokens = request, tuple(guesses)
         self.row, self.vocab_size = request.row, request.vocab_size
         self.grammar, self.is_masked = request.grammar, request.is_masked
 
     @property
     def position(self) -> int:
-        return self.request.position + len(self.guesses)
+        return self.request.position + len(self.draft_tokens)
 
     @property
     def history(self) -> npt.NDArray[np.void]:
-        return self.request.history_behind(self.guesses)
+        return self.request.history_after(self.draft_tokens)
 
     @property
     def biases(self) -> npt.NDArray[np.void]:
-        return self.request.biases_behind(len(self.guesses))
+        return self.request.biases_after(len(self.draft_tokens))
 
     def allow(self, mask: Mask) -> None:
-        self.request.allow(mask, self.guesses)
+        self.request.allow(mask, self.draft_tokens)
 
     def begin(self) -> None:
         """The request has begun with the row before the guesses."""
@@ -444,7 +444,7 @@ class RowBehindGuesses:
         """Whoever knows which guesses were right accepts the token."""
 
 
-class DraftRow(RowBehindGuesses):
+class DraftRow(RowAfterDraft):
     """A row of a draft, which is sampled for a guess, and for its log-probability, whatever the request asks for.
 
     Nobody waits for a grammar here.
@@ -461,7 +461,7 @@ class DraftRow(RowBehindGuesses):
         self.row = row.tobytes()
 
     def allow(self, mask: Mask) -> None:
-        self.mask_known = self.grammar is None or self.grammar.wait(0, self.guesses)
+        self.mask_known = self.grammar is None or self.grammar.wait(0, self.draft_tokens)
         if self.mask_known:
             super().allow(mask)
         else:
@@ -484,7 +484,7 @@ class _History:
             self._entries[known] = (IN_FLIGHT, 1)
         return self._entries[: known + self.num_in_flight]
 
-    def behind(self, tokens: Sequence[int]) -> npt.NDArray[np.void]:
+    def after(self, tokens: Sequence[int]) -> npt.NDArray[np.void]:
         """The entries with these tokens, too."""
         entries, new = self.entries.copy(), dict[int, int]()
         for token in tokens:
@@ -505,7 +505,7 @@ class _History:
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
 
 
-RowRequest = SamplingRequest | RowBehindGuesses | PromptToken | DroppedRow  # what a row of logits is for
+RowRequest = SamplingRequest | RowAfterDraft | PromptToken | DroppedRow  # what a row of logits is for
 
 
 def _biases(values: Mapping[int, float]) -> npt.NDArray[np.void]:

@@ -44,14 +44,14 @@ class PromptChunks:
         for sequence in prompts:
             first = sequence.num_computed_tokens
             uncomputed = sequence.num_tokens - first
-            count = min(uncomputed, tokens, rows) if sequence.every_logit else min(uncomputed, tokens)
+            count = min(uncomputed, tokens, rows) if sequence.needs_prompt_logits else min(uncomputed, tokens)
             if self._cache.has_snapshots:
                 count = self._cache.chunk_end(sequence.held, first, first + count) - first
             if cost_left is not None:
                 cost = self._cost(first)
                 count = min(count, max(int(cost_left / cost), 0 if parts else 1))
                 cost_left -= count * cost
-            wanted = count if sequence.every_logit else int(count == uncomputed)
+            wanted = count if sequence.needs_prompt_logits else int(count == uncomputed)
             if count == 0 or wanted > rows or (self._whole and count < uncomputed):
                 continue
             parts.append(Part(sequence, first, count, wanted))

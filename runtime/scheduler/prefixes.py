@@ -30,7 +30,7 @@ class SharedPrefixes:
 
     def add(self, sequence: TokenSequence) -> None:
         """A new sequence. One whose prompt is scored computes all of it, and others have to wait for nothing of it."""
-        if self.enabled and sequence.request is not None and not sequence.every_logit:
+        if self.enabled and sequence.request is not None and not sequence.needs_prompt_logits:
             sequence.keys = PrefixKeys(self._block_size, sequence.cache_salt)
 
     def find(self, sequence: TokenSequence) -> Sequence[bytes] | None:
@@ -39,9 +39,9 @@ class SharedPrefixes:
         shared = self._cache.num_shared(keys)
         return None if shared < len(keys) and keys[shared] in self._being_written else keys[:shared]
 
-    def parts_at(self, sequence: TokenSequence) -> int:
+    def divergence_position(self, sequence: TokenSequence) -> int:
         """The position at which it parts from a sequence that came before, to the block; 0 where it does not matter."""
-        return self._cache.parts_at(self.keys_of(sequence))
+        return self._cache.divergence_position(self.keys_of(sequence))
 
     def keys_of(self, sequence: TokenSequence) -> Sequence[bytes]:
         """Of the blocks that a sequence may find: one token is left to give logits."""
@@ -63,7 +63,7 @@ class SharedPrefixes:
         for key in sequence.keys_in_flight:
             if self._being_written.get(key) is sequence:
                 del self._being_written[key]
-        sequence.keys_in_flight, sequence.has_pending = (), False
+        sequence.keys_in_flight, sequence.has_unpublished_blocks = (), False
 
     def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
         """A child goes on from a sequence, with the same tokens so far."""
@@ -73,7 +73,7 @@ class SharedPrefixes:
         """The steps planned so far compute these tokens."""
         if keys := self._keys(sequence, num_tokens):
             self._cache.tag(sequence.held, keys)
-            sequence.has_pending = True
+            sequence.has_unpublished_blocks = True
 
     def publish(self, sequence: TokenSequence) -> None:
         """A token was sampled behind all that are known, and is no NaN: let others find their blocks."""

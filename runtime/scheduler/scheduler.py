@@ -143,10 +143,10 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing waits or runs but what the step before ends, or what is read from disk."""
         self._admit()
-        plan = self._same() or self._other()
+        plan = self._repeat_last_step() or self._build_step()
         while plan is None and self._evict_parked():
             self._admit()
-            plan = self._other()
+            plan = self._build_step()
         return plan
 
     def propose(self, sequence: TokenSequence, guesses: Sequence[int]) -> None:
@@ -156,12 +156,12 @@ class Scheduler:
         to run, with all of its prompt computed and none of its tokens in flight. Where there is no room to keep a
         recurrent state, which could not be taken back, no guess is computed.
         """
-        sequence.guesses = list(guesses)
+        sequence.draft_tokens = list(guesses)
         self._last = None
 
-    def set_aside(self, sequence: TokenSequence) -> None:
+    def defer(self, sequence: TokenSequence) -> None:
         """No step takes it until `commit` has the token that its last one was to sample; it keeps what it holds."""
-        sequence.is_late, self._last = True, None
+        sequence.deferred, self._last = True, None
 
     def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
         """Take up what a step sampled.
@@ -173,11 +173,11 @@ class Scheduler:
         Returns:
             The sequences that ended with it.
         """
-        ended, stride, has_pending = [], self._cache.stride, plan.has_pending
+        ended, stride, has_unpublished_blocks = [], self._cache.stride, plan.has_unpublished_blocks
         if plan.verifying:
-            accepted = [self._take_guesses(*each) for each in zip(plan.sampling, accepted, strict=True)]
+            accepted = [self._commit_draft_tokens(*each) for each in zip(plan.sampling, accepted, strict=True)]
         for sequence, (sampled,) in zip(plan.sampling, accepted, strict=True):
-            sequence.is_late = False
+            sequence.deferred = False
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
             if sampled.is_nan:
@@ -185,7 +185,7 @@ class Scheduler:
                 continue
             token, token_ids = sampled.token, sequence.token_ids
             known = len(token_ids)
-            if known % stride == 0 or (has_pending and sequence.has_pending):
+            if known % stride == 0 or (has_unpublished_blocks and sequence.has_unpublished_blocks):
                 self._prefixes.publish(sequence)
             if sequence.is_beam:
                 sequence.num_tokens = known
@@ -204,7 +204,7 @@ class Scheduler:
             self._events.flush()
         return [sequence for sequence, _ in ended]
 
-    def _take_guesses(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
+    def _commit_draft_tokens(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
         """Take up all but the last token, which ends the sequence if one does; the last one."""
         if sequence.finish_reason is not None:
             return tokens[-1:]
@@ -212,7 +212,7 @@ class Scheduler:
             ends = sampled.token in sequence.stop_token_ids or len(sequence.token_ids) + 1 >= sequence.max_tokens
             if sampled.is_nan or ends:
                 return tokens[place : place + 1]
-            if len(sequence.token_ids) % self._cache.stride == 0 or sequence.has_pending:
+            if len(sequence.token_ids) % self._cache.stride == 0 or sequence.has_unpublished_blocks:
                 self._prefixes.publish(sequence)
             sequence.token_ids.append(sampled.token)
         return tokens[-1:]
@@ -221,11 +221,11 @@ class Scheduler:
         """Take back the guesses that were wrong."""
         if sequence.finish_reason is not None:
             return
-        sequence.guesses, sequence.num_tokens = [], len(sequence.token_ids)
+        sequence.draft_tokens, sequence.num_tokens = [], len(sequence.token_ids)
         before, known = sequence.num_computed_tokens, len(sequence.token_ids) - 1
         if sequence.is_running and before >= known:  # else it was preempted meanwhile
-            sequence.num_computed_tokens = self._cache.take_back(sequence.held, before, known, self._copies)
-            sequence.computes_again = sequence.num_computed_tokens < known
+            sequence.num_computed_tokens = self._cache.roll_back(sequence.held, before, known, self._copies)
+            sequence.recomputing = sequence.num_computed_tokens < known
 
     def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
         """A new beam that goes on from a parked one. It shares what is computed, or computes it anew if it cannot.
@@ -240,7 +240,7 @@ class Scheduler:
         held = self._cache.fork(sequence.held, computed, computed, computed + 1, len(self._running), self._copies)
         if held is None:
             return
-        child.held, child.level = held, sequence.level
+        child.held, child.effective_priority = held, sequence.effective_priority
         child.num_computed_tokens = child.num_charged_tokens = child.num_cached_tokens = computed
         self._prefixes.fork(sequence, child)
         self._run(child)
@@ -280,7 +280,7 @@ class Scheduler:
 
     def _displace(self) -> bool:
         """Preempt best-effort work for more urgent work that has no room."""
-        if not self._running or self._running[-1].level < BEST_EFFORT:
+        if not self._running or self._running[-1].effective_priority < BEST_EFFORT:
             return False
         if len(self._running) < self._limits.sequences and not self._waiting.no_room:
             return False
@@ -312,7 +312,7 @@ class Scheduler:
         """It waits again, and is computed anew; a beam that is parked not before its next token is chosen."""
         is_parked = sequence.is_parked
         self._leave(sequence)
-        sequence.guesses, sequence.computes_again = [], False
+        sequence.draft_tokens, sequence.recomputing = [], False
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -330,7 +330,7 @@ class Scheduler:
         self._waiting.no_room = False
         self._last = None
 
-    def _same(self) -> StepPlan | None:
+    def _repeat_last_step(self) -> StepPlan | None:
         """The last step once more, a position further; None if there is more to it."""
         if isinstance(self._last, StepPlan):
             self._last = RepeatedDecodes(self._last, self._cache.stride)
@@ -346,7 +346,7 @@ class Scheduler:
         new_blocks, copies = self._extend([decodes.first.first_parts[row] for row in growing])
         return decodes.plan_next(self._packer, growing, new_blocks, copies)
 
-    def _other(self) -> StepPlan | None:
+    def _build_step(self) -> StepPlan | None:
         """A step of all that can be done; None if nothing can."""
         parts: list[Part] = []
         growing: list[Part] = []  # those whose block tables may have to
@@ -354,22 +354,22 @@ class Scheduler:
         reading, stride = [], self._cache.stride
         spare = min(self._limits.tokens, self._limits.logit_rows) - len(self._running)  # for guesses: all may decode
         for sequence in self._running:
-            if sequence.is_late:
+            if sequence.deferred:
                 continue
             first, length = sequence.num_computed_tokens, sequence.num_tokens
-            again = length - first - 1 if sequence.computes_again else 0
+            again = length - first - 1 if sequence.recomputing else 0
             if length - first > 1 and not (0 < again <= spare):
-                sequence.guesses = []
+                sequence.draft_tokens = []
                 reading.append(sequence)
             elif length > first and not (
-                (length >= sequence.max_tokens or sequence.guesses or sequence.is_beam)
+                (length >= sequence.max_tokens or sequence.draft_tokens or sequence.is_beam)
                 and length > len(sequence.token_ids)
             ):
                 # A decode takes a block where its token is the first of one. Who is preempted for it comes behind it
                 # in this list, or is itself the last.
                 if (again or first % stride == 0) and not self._has_room(sequence):
                     break
-                count = self._fit_guesses(sequence, spare - again) if sequence.guesses else 0
+                count = self._fit_draft_tokens(sequence, spare - again) if sequence.draft_tokens else 0
                 if again or count:
                     verifying.append(Part(sequence, first, again + 1 + count, 1 + count))
                     spare -= again + count
@@ -382,20 +382,20 @@ class Scheduler:
         parts += verifying
         taken = num_decodes + sum(part.num_tokens for part in verifying)  # a row of logits each, too
         tokens, rows = self._limits.tokens - taken, self._limits.logit_rows - taken
-        keeps_pace = any(part.sequence.level < BEST_EFFORT for part in parts)
+        keeps_pace = any(part.sequence.effective_priority < BEST_EFFORT for part in parts)
         parts += self._chunks.cut(reading, tokens, rows, beside=parts, keeps_pace=keeps_pace)
         return self._plan(parts, num_decodes, growing + parts[num_decodes:]) if parts else None
 
-    def _fit_guesses(self, sequence: TokenSequence, spare: int) -> int:
+    def _fit_draft_tokens(self, sequence: TokenSequence, spare: int) -> int:
         """Leave as many guesses as there is room for; how many that is."""
         length = sequence.num_tokens
-        count = min(len(sequence.guesses), spare, sequence.max_tokens - length - 1)
+        count = min(len(sequence.draft_tokens), spare, sequence.max_tokens - length - 1)
         if count > 0 and not (
             self._cache.grow(sequence.held, length + count)
-            and self._cache.mark(sequence.held, sequence.num_computed_tokens, self._copies)
+            and self._cache.checkpoint(sequence.held, sequence.num_computed_tokens, self._copies)
         ):
             count = 0
-        del sequence.guesses[count:]
+        del sequence.draft_tokens[count:]
         return count
 
     def _plan(self, parts: list[Part], num_decodes: int, growing: list[Part]) -> StepPlan:
@@ -414,12 +414,12 @@ class Scheduler:
         for part in parts:
             sequence = part.sequence
             sequence.num_computed_tokens = end = part.first + part.num_tokens
-            sequence.computes_again = False
+            sequence.recomputing = False
             if sequence.request is None:
                 if end == sequence.num_tokens:
                     ending.append(sequence)
                 continue
-            if sequence.every_logit:  # a row scores the token after its own
+            if sequence.needs_prompt_logits:  # a row scores the token after its own
                 for position in range(end + 1 - part.num_logit_rows, min(end + 1, len(sequence.token_ids))):
                     prompt_rows.append((len(requests), sequence, position))
                     requests.append(sequence.request.prompt_token(sequence.token_ids[position]))
@@ -430,13 +430,13 @@ class Scheduler:
                 sequence.num_tokens += 1
                 sampling.append(sequence)
                 requests.append(sequence.request)
-                if sequence.guesses:
-                    sequence.num_tokens += len(sequence.guesses)
-                    requests += sequence.request.behind(sequence.guesses)
+                if sequence.draft_tokens:
+                    sequence.num_tokens += len(sequence.draft_tokens)
+                    requests += sequence.request.rows_after(sequence.draft_tokens)
         verifying: list[TokenSequence] = []
         for part in parts[num_decodes:]:
             sequence = part.sequence
-            if sequence.guesses:
+            if sequence.draft_tokens:
                 verifying.append(sequence)
             # Later, its blocks may have fallen out of a window.
             self._prefixes.tag(sequence, min(part.end, len(sequence.token_ids)))
@@ -452,7 +452,7 @@ class Scheduler:
             has_grammar=any(request.grammar is not None for request in requests),
             ending=tuple(ending),
             # Also of a decode: it may be a prompt's last token.
-            has_pending=any(sequence.has_pending for sequence in sampling),
+            has_unpublished_blocks=any(sequence.has_unpublished_blocks for sequence in sampling),
             prompt_rows=tuple(prompt_rows),
             verifying=tuple(verifying),
         )

@@ -119,7 +119,7 @@ class StoredPrefixes:
         def write(group: int, key: bytes, place: int) -> None:
             self._memory[group].write(place, read.contents[group, key])
 
-        self._store.touch(self._cache.absent(found))
+        self._store.touch(self._cache.missing_blocks(found))
         self._cache.restore(found, write)
         self._prefixes.restored(sequence, found)
         self.num_tokens += (len(found) - len(keys)) * (self._cache.block_size or 0)
@@ -130,7 +130,7 @@ class StoredPrefixes:
         found = self._cache.num_shared(wanted, self._store.keys)
         if found <= num_there:
             return None
-        absent, block_size = self._cache.absent(wanted[:found]), self._cache.block_size or 0
+        absent, block_size = self._cache.missing_blocks(wanted[:found]), self._cache.block_size or 0
         seconds = self._seconds(num_there * block_size, found * block_size)
         nbytes = sum(self._memory[group].place_bytes for group, _ in absent)
         if seconds is not None and nbytes * self._s_per_byte > seconds:

@@ -91,7 +91,7 @@ class WaitingSequences:
 
     def order(self, sequence: TokenSequence) -> tuple[int, int]:
         """Of one that was admitted, among those that run: whoever is less urgent, or came later, has more."""
-        return sequence.level, self._arrivals[sequence]
+        return sequence.effective_priority, self._arrivals[sequence]
 
     def next(self, running: Sequence[TokenSequence]) -> tuple[TokenSequence, int] | None:
         """The one that is admitted next, and the level that it has now."""
@@ -101,7 +101,7 @@ class WaitingSequences:
         if len(heads) == 1 and heads[0].work.priority <= most_urgent:
             return heads[0], heads[0].work.priority
         now = self._clock()
-        levels = {one: one.work.level(one.waited_s + now - one.queued_at, most_urgent) for one in heads}
+        levels = {one: one.work.effective_priority(one.waited_s + now - one.queued_at, most_urgent) for one in heads}
         self._shares.charge(running)
         first = min(heads, key=lambda one: (levels[one], self._shares.tokens(one.work.tenant), self._arrivals[one]))
         return first, levels[first]
@@ -134,7 +134,7 @@ class WaitingSequences:
             self.no_room = True
             return None
         self._remove(sequence)
-        sequence.level = level
+        sequence.effective_priority = level
         sequence.waited_s += self._clock() - sequence.queued_at
         self._prefixes.begin(sequence, len(keys))
         if sequence.num_cached_tokens is None:
@@ -151,22 +151,26 @@ class WaitingSequences:
         if not queue:
             del self._queues[sequence.work]
 
-    def _open(self, sequence: TokenSequence, keys: Sequence[bytes], spare: int, copies: Sequence[Copies]) -> bool:
+    def _open(
+        self, sequence: TokenSequence, keys: Sequence[bytes], watermark_blocks: int, copies: Sequence[Copies]
+    ) -> bool:
         """Begin with what is there of these keys."""
-        parts_at, shares = self._prefixes.parts_at(sequence), sequence.keys is not None
-        held = self._cache.admit(sequence.num_tokens, keys, spare, copies, shares=shares, parts_at=parts_at)
+        divergence_position, shares = self._prefixes.divergence_position(sequence), sequence.keys is not None
+        held = self._cache.admit(
+            sequence.num_tokens, keys, watermark_blocks, copies, shares=shares, divergence_position=divergence_position
+        )
         if held is None:
             return False
         sequence.held = held
         sequence.num_computed_tokens = len(keys) * (self._cache.block_size or 0)
         return True
 
-    def _fork(self, sequence: TokenSequence, spare: int, copies: Sequence[Copies]) -> bool:
+    def _fork(self, sequence: TokenSequence, watermark_blocks: int, copies: Sequence[Copies]) -> bool:
         """Begin where the prompt of a sibling ends: its last token alone is computed again, and gives the logits."""
         sibling, length = sequence.sibling_of, sequence.num_prompt_tokens
         if sibling is None or not sibling.is_running or sequence.num_tokens > length:
             return False
-        held = self._cache.fork(sibling.held, sibling.num_computed_tokens, length - 1, length, spare, copies)
+        held = self._cache.fork(sibling.held, sibling.num_computed_tokens, length - 1, length, watermark_blocks, copies)
         if held is None:
             return False
         sequence.held = held

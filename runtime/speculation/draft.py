@@ -27,7 +27,7 @@ from enginewright.runtime.sampling.sampling import (
     SamplingParams,
     SamplingRequest,
 )
-from enginewright.runtime.speculation.proposer import Guess, Proposer
+from enginewright.runtime.speculation.proposer import DraftToken, Proposer
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
 from enginewright.runtime.step.step_plan import Packer, Part, StepOutputs, StepPlan
@@ -35,7 +35,7 @@ from enginewright.runtime.step.step_plan import Packer, Part, StepOutputs, StepP
 # Tokens that the draft may lack of a sequence and still guess in the same step; more are read in steps of their own.
 MOST_BEHIND = 32
 WARM_UP = 4  # steps that tell what a step of the draft takes
-UNKNOWN = 0  # the level of a guess that is not made yet
+UNKNOWN = 0  # the confidence of a guess that is not made yet
 LEVELS = (0.25, 0.5, 0.7, 0.85, 0.95, 0.99)  # probabilities from which on a guess is of the next level
 
 
@@ -45,21 +45,21 @@ class Row:
 
     sequence: TokenSequence  # the model's
     own: TokenSequence  # the draft's
-    guesses: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
     ended: bool = False  # none comes after a token that ends the sequence, or where nothing can be sampled yet
 
-    def take(self, token: SampledToken) -> Guess | None:
+    def take(self, token: SampledToken) -> DraftToken | None:
         """One guess more."""
         self.ended = token.is_nan or token.token in self.sequence.stop_token_ids
         if token.is_nan:
             return None
-        self.guesses.append(token.token)
+        self.draft_tokens.append(token.token)
         self.own.token_ids.append(token.token)
         request = self.sequence.request
         if request is not None and request.grammar is not None:
-            request.grammar.look(self.guesses)  # while the draft computes what comes after them
+            request.grammar.look(self.draft_tokens)  # while the draft computes what comes after them
         assert token.logprob is not None, "its row asks for it"
-        return Guess(token.token, 1 + bisect(LEVELS, math.exp(token.logprob)))
+        return DraftToken(token.token, 1 + bisect(LEVELS, math.exp(token.logprob)))
 
 
 class DraftModel(Proposer):
@@ -103,7 +103,7 @@ class DraftModel(Proposer):
         draft, limits = engine.for_role(role), config_of_draft(role, engine, config, executor.memory_plan.kv_bytes)
         return cls(open_executor(draft, limits, executor.weights), StepCost.of(draft))
 
-    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+    def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [UNKNOWN if len(sequence.token_ids) < self._longest else None for sequence in sequences]
 
     def begin(self, sequences: Sequence[TokenSequence]) -> None:
@@ -121,18 +121,18 @@ class DraftModel(Proposer):
                 self._begun[own] = own.num_computed_tokens
                 self._rows[sequence] = Row(sequence, own)
 
-    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+    def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
         wanted = [self._rows[sequence] for sequence in sequences if sequence in self._rows]
         going = [row for row in wanted if not row.ended and self._grow(row.own)]
         sampled = self._sample(going, self._begun) if going else []
         guesses = {row.sequence: row.take(token) for row, token in zip(going, sampled, strict=True)}
         return [guesses.get(sequence) for sequence in sequences]
 
-    def reading(self, sequence: TokenSequence) -> float:
+    def catch_up_s(self, sequence: TokenSequence) -> float:
         return max(self._num_unread(sequence) - 1, 0) * self._cost.of_token
 
     @property
-    def seconds(self) -> tuple[float, float]:
+    def cost_s(self) -> tuple[float, float]:
         return self._cost.fixed, self._cost.of_token
 
     def end(self, sequence: TokenSequence) -> None:
@@ -177,7 +177,7 @@ class DraftModel(Proposer):
         while same < min(len(own.token_ids), len(known)) and own.token_ids[same] == known[same]:
             same += 1
         computed = own.num_computed_tokens
-        own.num_computed_tokens = self._cache.take_back(
+        own.num_computed_tokens = self._cache.roll_back(
             own.held, computed, min(computed, same, len(known) - 1), self._copies
         )
         own.token_ids[same:] = known[same:]
@@ -189,7 +189,7 @@ class DraftModel(Proposer):
 
     def _mark(self, own: TokenSequence) -> bool:
         """Make ready for guesses, which may be taken back."""
-        return self._cache.mark(own.held, own.num_computed_tokens, self._copies)
+        return self._cache.checkpoint(own.held, own.num_computed_tokens, self._copies)
 
     def _read(self, behind: Sequence[TokenSequence]) -> None:
         """One step of those that lack many tokens, as far as it goes; the last token is left for the guesses."""
@@ -213,7 +213,7 @@ class DraftModel(Proposer):
         began = time.perf_counter()
         parts = [Part(row.own, row.own.num_computed_tokens, _behind(row.own), 1) for row in rows]
         logits = self._run(parts, begun)
-        requests = [DraftRow(row.sequence.request, row.guesses) for row in rows if row.sequence.request]
+        requests = [DraftRow(row.sequence.request, row.draft_tokens) for row in rows if row.sequence.request]
         sampled = self._sampler.sample(logits, requests)
         if all(part.num_tokens == 1 for part in parts):
             self._cost.learn(len(parts), time.perf_counter() - began)

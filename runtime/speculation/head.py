@@ -83,11 +83,11 @@ class HeadModel(DraftModel):
             self.end(sequence)
         self._read([own for own in reading.values() if own is not None])
 
-    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
-        levels = super().look(sequences)
+    def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+        confidences = super().confidences(sequences)
         return [
-            level if self._num_known(one) == len(one.token_ids) - 1 else None
-            for level, one in zip(levels, sequences, strict=True)
+            confidence if self._num_known(one) == len(one.token_ids) - 1 else None
+            for confidence, one in zip(confidences, sequences, strict=True)
         ]
 
     def end(self, sequence: TokenSequence) -> None:
@@ -126,7 +126,7 @@ class HeadModel(DraftModel):
             known, computed = own.num_prompt_tokens, own.num_computed_tokens  # behind `known` it has guessed
             own.token_ids[known:] = sequence.token_ids[states.first + 1 + known : end + 1]
             own.num_prompt_tokens = len(own.token_ids)
-            own.num_computed_tokens = self._cache.take_back(
+            own.num_computed_tokens = self._cache.roll_back(
                 own.held, computed, min(computed, known, len(own.token_ids) - 1), self._copies
             )
         states.keep(states.first + own.num_computed_tokens, end)

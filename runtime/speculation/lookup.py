@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.runtime.speculation.proposer import Guess, Proposer
+from enginewright.runtime.speculation.proposer import DraftToken, Proposer
 from enginewright.runtime.step.sequence import TokenSequence
 
 SHORTEST, LONGEST = 2, 8  # tokens that have to be the same, and those that are looked at
@@ -68,7 +68,7 @@ class _OwnText:
 
     text: Text = field(default_factory=Text)
     found: Sequence[int] = ()  # what may come next
-    level: int = 0
+    confidence: int = 0
     given: int = 0  # how many of them
 
 
@@ -86,22 +86,22 @@ class PromptLookup(Proposer):
         self._own: dict[TokenSequence, _OwnText] = {}
         self._answers: OrderedDict[str, Text] = OrderedDict()  # by tenant, the latest last
 
-    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+    def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [self._look(sequence) for sequence in sequences]
 
     def begin(self, sequences: Sequence[TokenSequence]) -> None:
         for sequence in sequences:
             self._own[sequence].given = 0
 
-    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+    def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
         return [self._guess(self._own[sequence]) for sequence in sequences]
 
     @staticmethod
-    def _guess(own: _OwnText) -> Guess | None:
+    def _guess(own: _OwnText) -> DraftToken | None:
         if own.given == len(own.found):
             return None
         own.given += 1
-        return Guess(own.found[own.given - 1], own.level)
+        return DraftToken(own.found[own.given - 1], own.confidence)
 
     def end(self, sequence: TokenSequence) -> None:
         self._own.pop(sequence, None)
@@ -134,5 +134,5 @@ class PromptLookup(Proposer):
         own.found = following.tolist()
         if matched < min(SHORTEST, len(suffix)) or not own.found:
             return None
-        own.level = sum(matched >= length for length in LEVELS)
-        return own.level
+        own.confidence = sum(matched >= length for length in LEVELS)
+        return own.confidence

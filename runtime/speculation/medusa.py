@@ -35,7 +35,7 @@ class MedusaModel(DraftModel):
                 rows = shown[end - part.num_logit_rows : end].copy()
                 self._shown[part.sequence] = part.end - part.num_logit_rows, rows
 
-    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+    def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [None if self._state(sequence) is None else 0 for sequence in sequences]
 
     def _num_unread(self, sequence: TokenSequence) -> int:

@@ -8,11 +8,11 @@ from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
 
 
-class Guess(NamedTuple):
+class DraftToken(NamedTuple):
     """A token, and how sure the proposer is of it."""
 
     token: int
-    level: int
+    confidence: int
 
 
 class Proposer(ABC):
@@ -31,7 +31,7 @@ class Proposer(ABC):
         del plan, outputs  # most guess from tokens alone
 
     @abstractmethod
-    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+    def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         """How sure it is of what it would guess for each: a level, or None where it would guess nothing."""
 
     @abstractmethod
@@ -39,15 +39,15 @@ class Proposer(ABC):
         """Guesses are wanted for these, of those that it has looked at last."""
 
     @abstractmethod
-    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+    def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
         """One guess more for some of those, behind the ones that they have; None where there is none."""
 
-    def reading(self, sequence: TokenSequence) -> float:
+    def catch_up_s(self, sequence: TokenSequence) -> float:
         """Seconds that it takes before the first guess, to come to where the sequence is."""
         return 0.0
 
     @property
-    def seconds(self) -> tuple[float, float]:
+    def cost_s(self) -> tuple[float, float]:
         """What `guess` takes: for the first sequence and for each one, to be added up."""
         return 0.0, 0.0
 

@@ -20,15 +20,17 @@ class TokenSequence:
     max_tokens: int  # of the whole
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     request: SamplingRequest | None = None  # how its tokens are sampled; None: none are, and it ends with its prompt
-    every_logit: bool = False  # a step gives logits for each position (once more after a preemption), not for the last
+    needs_prompt_logits: bool = (
+        False  # a step gives logits for each position (once more after a preemption), not for the last
+    )
     cache_salt: str = ""  # it shares KV blocks with sequences of the same salt only
     sibling_of: "TokenSequence | None" = None  # another answer to the same prompt, added before; they share its KV
     second_from: int = NEVER  # the first position of the second text, of two that are embedded as one
     work: WorkClass = DEFAULT_WORK
     is_beam: bool = False  # its next token is not the sampled one, but the one that Scheduler.choose is given
-    guesses: list[int] = field(default_factory=list)  # tokens that may come next (Scheduler.propose)
-    is_late: bool = False  # what may come next is not known yet: no step takes it (Scheduler.set_aside)
-    computes_again: bool = False  # a state went back before a wrong guess: some tokens are computed once more
+    draft_tokens: list[int] = field(default_factory=list)  # tokens that may come next (Scheduler.propose)
+    deferred: bool = False  # what may come next is not known yet: no step takes it (Scheduler.defer)
+    recomputing: bool = False  # a state went back before a wrong guess: some tokens are computed once more
 
     num_tokens: int = field(init=False)  # those that are known, and those that planned steps sample
     logits_row: int = 0  # of the step that was planned last for it: the row that its token in flight is sampled from
@@ -38,7 +40,7 @@ class TokenSequence:
     num_charged_tokens: int = 0  # computed ones that count in its tenant's share
     queued_at: float = 0.0  # when it last began to wait, by the scheduler's clock
     waited_s: float = 0.0  # before it was last admitted, all times together
-    level: int = 0  # the priority that it was last admitted with (WorkClass.level)
+    effective_priority: int = 0  # that it was last admitted with (WorkClass.effective_priority)
     num_preemptions: int = 0
     num_guessed: int = 0  # guesses that were verified
     num_accepted: int = 0  # of these, those that were right
@@ -46,7 +48,9 @@ class TokenSequence:
     row: int = 0  # its place among those that run
     keys: PrefixKeys | None = None  # of its full blocks, if it shares them
     keys_in_flight: Sequence[bytes] = ()  # of blocks that others wait for, since this one writes them soon
-    has_pending: bool = False  # blocks with a key that nobody else may use before a token is sampled behind them
+    has_unpublished_blocks: bool = (
+        False  # blocks with a key that nobody else may use before a token is sampled behind them
+    )
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     requests: tuple[RowRequest, ...] = ()  # what each row of logits is for: one of `sampling`, or a token of a prompt
     has_grammar: bool = False  # one of the requests at least
     ending: tuple[TokenSequence, ...] = ()  # sequences that sample nothing, and end with this step
-    has_pending: bool = False  # of `sampling`: others may use them once this step is known to hold no NaN
+    has_unpublished_blocks: bool = False  # of `sampling`: others may use them once this step is known to hold no NaN
     # Rows for tokens of prompts whose log-probabilities were asked for: row, sequence, and the token's position.
     prompt_rows: tuple[tuple[int, TokenSequence, int], ...] = ()
     verifying: tuple[TokenSequence, ...] = ()  # those of `sampling` with guesses: a row for each, and one before them
@@ -219,4 +219,4 @@ def _input_tokens(part: Part) -> list[int]:
     missing = part.num_tokens - len(tokens)
     if not missing:
         return tokens
-    return tokens + ([-1 - sequence.logits_row] if sequence.num_in_flight_tokens else sequence.guesses[:missing])
+    return tokens + ([-1 - sequence.logits_row] if sequence.num_in_flight_tokens else sequence.draft_tokens[:missing])

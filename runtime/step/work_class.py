@@ -23,7 +23,7 @@ class WorkClass:
     def __post_init__(self) -> None:
         require_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
 
-    def level(self, waited_s: float, most_urgent: int) -> int:
+    def effective_priority(self, waited_s: float, most_urgent: int) -> int:
         """The priority that it has after having waited: nothing waits for ever, and nothing overtakes by waiting.
 
         Args:

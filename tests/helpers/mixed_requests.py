@@ -12,7 +12,7 @@ from enginewright.runtime.core.outputs import Delta, merge
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
-from enginewright.runtime.speculation.proposer import Guess, Proposer
+from enginewright.runtime.speculation.proposer import DraftToken, Proposer
 from enginewright.runtime.step.sequence import TokenSequence
 
 LIMITS: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 6, "max_num_batched_tokens": 48, "threads": 1}
@@ -106,13 +106,13 @@ class Recorded(Proposer):
         self._random = np.random.default_rng(0)
         self._made: dict[TokenSequence, int] = {}
 
-    def look(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
+    def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [0] * len(sequences)
 
     def begin(self, sequences: Sequence[TokenSequence]) -> None:
         self._made = dict.fromkeys(sequences, 0)
 
-    def guess(self, sequences: Sequence[TokenSequence]) -> Sequence[Guess | None]:
+    def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
         return [self._guess(sequence) for sequence in sequences]
 
     def end(self, sequence: TokenSequence) -> None:
@@ -121,13 +121,13 @@ class Recorded(Proposer):
     def close(self) -> None:
         """It runs in nothing."""
 
-    def _guess(self, sequence: TokenSequence) -> Guess | None:
+    def _guess(self, sequence: TokenSequence) -> DraftToken | None:
         place = len(sequence.token_ids) - sequence.num_prompt_tokens + self._made[sequence]
         answer = self._known.get(asked_by(sequence), [])
         self._made[sequence] += 1
         if self._random.random() < 1 / 8:
-            return Guess(int(self._random.integers(0, 307)), 0)
-        return Guess(answer[place], 0) if place < len(answer) else None
+            return DraftToken(int(self._random.integers(0, 307)), 0)
+        return DraftToken(answer[place], 0) if place < len(answer) else None
 
 
 def check_guesses(engine: Engine, count: int, more_than: int, **limits: Any) -> float:

@@ -16,7 +16,7 @@ from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, Sta
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.sampling.sampling import (
     PromptToken,
-    RowBehindGuesses,
+    RowAfterDraft,
     RowRequest,
     SampledToken,
     SamplingParams,
@@ -45,7 +45,7 @@ def recurrent(snapshot_tokens: int = 2 * BLOCK) -> RecurrentState:
 
 def what_for(row: RowRequest) -> tuple[RowRequest, list[int]]:
     """The request that a row is for, and the guesses that it comes behind."""
-    return (row.request, list(row.guesses)) if isinstance(row, RowBehindGuesses) else (row, [])
+    return (row.request, list(row.draft_tokens)) if isinstance(row, RowAfterDraft) else (row, [])
 
 
 def sequence_of(
@@ -53,7 +53,7 @@ def sequence_of(
     length: int = LONGEST,
     *,
     drawing: bool = True,
-    every_logit: bool = False,
+    needs_prompt_logits: bool = False,
     salt: str = "",
     sibling_of: TokenSequence | None = None,
     work: WorkClass = DEFAULT_WORK,
@@ -66,7 +66,7 @@ def sequence_of(
         max(length, len(prompt) + 1) if drawing else len(prompt),
         frozenset({STOP}),
         request,
-        every_logit,
+        needs_prompt_logits,
         salt,
         sibling_of,
         work=work,
@@ -145,9 +145,9 @@ class Watch:
         oldest = next(iter(self.alive), None) if alike else None
         if oldest is not None and (oldest.last_token_is_in_flight or oldest.num_computed_tokens == oldest.num_tokens):
             oldest = None  # it ends with the step before
-        if oldest is not None and oldest.guesses and oldest.num_in_flight_tokens:
+        if oldest is not None and oldest.draft_tokens and oldest.num_in_flight_tokens:
             oldest = None  # it waits for that step
-        computing_again = {sequence for sequence in self.alive if sequence.computes_again}
+        computing_again = {sequence for sequence in self.alive if sequence.recomputing}
         plan = self.scheduler.schedule()
         if plan is None:
             assert oldest is None and (self.under_way or not self.alive), "a sequence was left behind"
@@ -158,10 +158,10 @@ class Watch:
         assert not (late and alike), "a sequence was starved"
         parts = {part.sequence for part in plan.parts}
         assert parts and (oldest is None or oldest in parts), "the oldest stands still"
-        paced = any(part.sequence.level < BEST_EFFORT for part in plan.parts[: plan.num_decodes])
+        paced = any(part.sequence.effective_priority < BEST_EFFORT for part in plan.parts[: plan.num_decodes])
         if self.chunk is not None and paced:
             others = plan.parts[plan.num_decodes :]
-            prompts = [part for part in others if not (part.sequence.guesses or part.sequence in computing_again)]
+            prompts = [part for part in others if not (part.sequence.draft_tokens or part.sequence in computing_again)]
             cost = sum(part.num_tokens * cost_at(part.first) for part in prompts)
             assert cost <= self.chunk or sum(part.num_tokens for part in prompts) == 1
         self._check_tokens(plan)
@@ -170,9 +170,13 @@ class Watch:
         accepted = [self._sample(sequence) for sequence in plan.sampling]
         scored = {row for row, _, _ in plan.prompt_rows}
         sampled_rows = [row for row in range(len(plan.requests)) if row not in scored]
-        rows_of = [(one.request, one.guesses[:count]) for one in plan.sampling for count in range(1 + len(one.guesses))]
+        rows_of = [
+            (one.request, one.draft_tokens[:count])
+            for one in plan.sampling
+            for count in range(1 + len(one.draft_tokens))
+        ]
         assert [what_for(plan.requests[row]) for row in sampled_rows] == rows_of
-        assert list(plan.verifying) == [sequence for sequence in plan.sampling if sequence.guesses]
+        assert list(plan.verifying) == [sequence for sequence in plan.sampling if sequence.draft_tokens]
         owners = [part.sequence.request for part in plan.parts for _ in range(part.num_logit_rows)]
         rows = [row for row, owner in zip(plan.inputs["logit_rows"], owners, strict=True) if owner is not None]
         assert len(rows) == len(plan.requests)
@@ -181,20 +185,20 @@ class Watch:
             assert isinstance(request, PromptToken) and request.token == self.tokens[sequence][position]
             assert plan.inputs["positions"][rows[row]] == position - 1
             self.scored.setdefault(sequence, set()).add(position)
-        ends = [part.end - len(part.sequence.guesses) for part in plan.parts if part.sequence in plan.sampling]
+        ends = [part.end - len(part.sequence.draft_tokens) for part in plan.parts if part.sequence in plan.sampling]
         self.under_way.append((plan, accepted, ends))
         return plan
 
     def _sample(self, sequence: TokenSequence) -> list[SampledToken]:
         """A token, and one more for each guess that was right."""
         failed, tokens, accepted = sequence in self.poisoned, self.tokens[sequence], list[SampledToken]()
-        assert len(tokens) == sequence.num_computed_tokens - len(sequence.guesses)
-        for guess in (*sequence.guesses, None):
+        assert len(tokens) == sequence.num_computed_tokens - len(sequence.draft_tokens)
+        for guess in (*sequence.draft_tokens, None):
             accepted.append(SampledToken(0 if failed else self.draw(tokens), is_nan=failed))
             tokens.append(accepted[-1].token)
             if failed or accepted[-1].token != guess:
                 break
-        self.num_guessed += len(sequence.guesses)
+        self.num_guessed += len(sequence.draft_tokens)
         self.num_right += len(accepted) - 1
         return accepted
 
@@ -202,7 +206,7 @@ class Watch:
         """Of the steps under way, the oldest."""
         plan, accepted, ends = self.under_way.popleft()
         for _, sequence, position in plan.prompt_rows:
-            sequence.every_logit = position + 1 < sequence.num_prompt_tokens
+            sequence.needs_prompt_logits = position + 1 < sequence.num_prompt_tokens
         for sequence in plan.sampling:
             if sequence in self.scored:
                 assert self.scored[sequence] >= set(range(1, sequence.num_prompt_tokens)), "before its first token"
@@ -230,7 +234,7 @@ class Watch:
             assert sequence.finish_reason is not None and not sequence.held
             if sequence.request is None and sequence.finish_reason == "length":
                 positions = range(len(sequence.token_ids))
-                assert self.rows[sequence] == set(positions if sequence.every_logit else positions[-1:])
+                assert self.rows[sequence] == set(positions if sequence.needs_prompt_logits else positions[-1:])
             self.alive.pop(sequence, None)
             self.contents.pop(sequence, None)
         for index in range(len(self.groups)):
@@ -243,7 +247,7 @@ class Watch:
         """What stands for each of the first positions of a sequence, guesses that are being computed included."""
         tokens, known = self.tokens[sequence], self.contents.setdefault(sequence, [])
         contents = list(known)
-        for token in (*tokens, *sequence.guesses)[len(known) : length]:
+        for token in (*tokens, *sequence.draft_tokens)[len(known) : length]:
             before = contents[-1] if contents else (sequence.cache_salt, id(sequence) * (sequence in self.poisoned))
             contents.append(hash((before, token)) & 0x7FFFFFFF)
         known += contents[len(known) : len(tokens)]
@@ -252,14 +256,14 @@ class Watch:
     def _check_taken_back(self, sequence: TokenSequence) -> None:
         computed = sequence.num_computed_tokens
         again = len(sequence.token_ids) - 1 - computed
-        assert (again > 0) == sequence.computes_again and not sequence.guesses and not sequence.num_in_flight_tokens
+        assert (again > 0) == sequence.recomputing and not sequence.draft_tokens and not sequence.num_in_flight_tokens
         assert not again or any(isinstance(kv, RecurrentState) for kv in self.groups)
         self.num_again += again
         for kv, held in zip(self.groups, sequence.held, strict=True):
             if isinstance(kv, PagedCache):
                 assert len(held.blocks) == -(-computed // kv.block_size), "a block of wrong guesses is still held"
             else:
-                assert held.mark is None, "a copy of a state from before guesses is still held"
+                assert held.checkpoint is None, "a copy of a state from before guesses is still held"
 
     def _check_tokens(self, plan: StepPlan) -> None:
         sizes, inputs = plan.sizes, plan.inputs
@@ -270,7 +274,7 @@ class Watch:
         assert sizes.sequences == len(plan.parts) == len({part.sequence for part in plan.parts})
         assert all(part.num_tokens > 0 for part in plan.parts)
         ends = [part.end for part in plan.parts]
-        guesses = [len(part.sequence.guesses) for part in plan.parts]
+        guesses = [len(part.sequence.draft_tokens) for part in plan.parts]
         lengths = [  # before it
             part.sequence.num_tokens - (1 + count) * (part.sequence in plan.sampling)
             for part, count in zip(plan.parts, guesses, strict=True)
@@ -290,9 +294,11 @@ class Watch:
             assert sequence.finish_reason is None and last == sequence.num_computed_tokens
             assert inputs["positions"][start:end].tolist() == list(range(first, last))
             tokens = [self._resolved(token, sequence) for token in inputs["tokens"][start:end].tolist()]
-            assert tokens == (self.tokens[sequence] + sequence.guesses)[first:last]
-            wanted = part.num_tokens if sequence.every_logit else int(last - len(sequence.guesses) == length)
-            wanted += len(sequence.guesses)
+            assert tokens == (self.tokens[sequence] + sequence.draft_tokens)[first:last]
+            wanted = (
+                part.num_tokens if sequence.needs_prompt_logits else int(last - len(sequence.draft_tokens) == length)
+            )
+            wanted += len(sequence.draft_tokens)
             assert part.num_logit_rows == wanted
             rows += range(end - wanted, end)
             self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
@@ -366,7 +372,7 @@ class Watch:
         """Blocks or slots that a sequence holds."""
         kv, mine = self.groups[index], sequence.held[index]
         if not isinstance(kv, PagedCache):
-            kept = [*mine.pending, *([mine.mark] if mine.mark is not None else [])]
+            kept = [*mine.pending, *([mine.checkpoint] if mine.checkpoint is not None else [])]
             return [mine.slot, *(snapshot.slot for snapshot in kept)]
         assert not any(mine.blocks[mine.num_kept : mine.dropped])
         assert len(mine.held) <= blocks_of(kv, sequence.max_tokens, self.limits.tokens)
