@@ -19,8 +19,10 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.step.inputs import StepInputs
+from enginewright.runtime.step.packer import Packer
 from enginewright.runtime.step.sequence import TokenSequence
-from enginewright.runtime.step.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.step.step_plan import ScheduledTokens, StepPlan
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.roofline import Roofline, measure_roofline, read_buffer
 
@@ -233,7 +235,7 @@ def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -
         reads = [[*weights, *_kv_memory(executor, plan)] for plan in plans]
         rounds: list[list[StepProfile]] = [[] for _ in plans]
         for plan in plans:
-            executor.run(plan)  # warm-up
+            executor.run(plan.inputs)  # warm-up
         for _ in range(config.rounds):
             for point, plan, memory, results in zip(config.points, plans, reads, rounds, strict=True):
                 roofline = measure_roofline(executor.isa, executor.threads, memory)
@@ -280,7 +282,7 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
     new_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
     nothing: tuple[list[Any], ...] = tuple([] for _ in groups)
     length = point.depth + point.tokens
-    packer, parts = Packer(groups, limits), []
+    packer, scheduled = Packer(groups, limits), []
     for index in range(point.sequences):
         held = cache.admit(length)
         assert held is not None, "_limits() makes room"
@@ -289,20 +291,20 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
         tokens = [(index * 997 + place * 7919) % executor.plan.vocab_size for place in range(length)]
         sequence = TokenSequence(tokens, length, length, num_computed_tokens=point.depth, held=held)
         packer.place(sequence)
-        parts.append(Part(sequence, point.depth, point.tokens, 1))
-    num_decodes = len(parts) if point.is_decode else 0
-    sizes, inputs = packer.pack(parts, num_decodes, ())
+        scheduled.append(ScheduledTokens(sequence, point.depth, point.tokens, 1))
+    num_decodes = len(scheduled) if point.is_decode else 0
+    sizes, arrays = packer.pack(scheduled, num_decodes, ())
     for pool, blocks in zip(executor.pools, new_blocks, strict=True):
         pool.scrub(blocks)
-    return StepPlan(tuple(parts), num_decodes, sizes, inputs, nothing, nothing)
+    return StepPlan(StepInputs(sizes, arrays, nothing, nothing), tuple(scheduled), num_decodes)
 
 
 def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
     """Lists the blocks and slots of a step; they are read with the weights, since CPU caches hold less of both."""
     return [
         pool.places()[place]
-        for part in plan.parts
-        for pool, held in zip(executor.pools, part.sequence.held, strict=True)
+        for one in plan.scheduled
+        for pool, held in zip(executor.pools, one.sequence.held, strict=True)
         for place in held.held
     ]
 
@@ -313,7 +315,7 @@ def _measure(executor: CpuExecutor, point: Point, plan: StepPlan, roofline: Roof
     begin = time.perf_counter()
     while len(steps) < ROUND_STEPS or time.perf_counter() - begin < ROUND_SECONDS:
         start = time.perf_counter()
-        nanoseconds, work = executor.profile(plan)
+        nanoseconds, work = executor.profile(plan.inputs)
         steps.append((time.perf_counter() - start, nanoseconds))
     faster = sorted(steps, key=itemgetter(0))[: (len(steps) + 1) // 2]
     seconds = np.mean([each for _, each in faster], axis=0) * 1e-9

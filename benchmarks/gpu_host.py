@@ -23,6 +23,7 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.plugins.attention.kv_write import BLOCK_SIZE
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.device.cuda.device import Bytes, Grid
 from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.device.cuda.sampling import SAMPLED_ROW
@@ -105,7 +106,7 @@ def traffic_of(running: core.EngineCore, prompts: Sequence[list[int]], steps: in
         of[request] = prompt
         running.add(request)
 
-    of: dict[core.Request, list[int]] = {}
+    of: dict[Request, list[int]] = {}
     for index, prompt in enumerate(prompts):
         ask(prompt, 1 + (index + 1) * ANSWER // len(prompts))
     taken = []

@@ -18,7 +18,7 @@ from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.core.outputs import CompletionOutput, Delta, RequestOutput
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import RequestOutputKind, SamplingParams
-from enginewright.runtime.step.step_plan import StepPlan
+from enginewright.runtime.step.inputs import StepInputs
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint
 
@@ -60,9 +60,9 @@ async def opened(engine: Engine, *, paced: bool = False, **limits: Any) -> Async
         for _ in range(3):
             await asyncio.sleep(0)
 
-    def after_readers(plan: StepPlan) -> Any:
+    def after_readers(inputs: StepInputs) -> Any:
         asyncio.run_coroutine_threadsafe(turns(), loop).result(WAIT_S)
-        return step(plan)
+        return step(inputs)
 
     if paced:
         llm._core.executor.run = after_readers  # type: ignore[method-assign]
@@ -412,10 +412,10 @@ def test_close_ends_everything(engine: Engine) -> None:
         async with opened(engine, max_num_seqs=2) as llm:
             step = llm._core.executor.run
 
-            def until_closed(plan: StepPlan) -> Any:
+            def until_closed(inputs: StepInputs) -> Any:
                 while llm.is_alive:
                     time.sleep(0.001)
-                return step(plan)
+                return step(inputs)
 
             llm._core.executor.run = until_closed  # type: ignore[method-assign]
             await closes(llm)
@@ -443,12 +443,12 @@ def test_everybody_hears_of_an_engine_that_dies(engine: Engine, caplog: pytest.L
         async with opened(engine, paced=True, max_num_seqs=2) as llm:
             step, left = llm._core.executor.run, 5
 
-            def breaks(plan: StepPlan) -> Any:
+            def breaks(inputs: StepInputs) -> Any:
                 nonlocal left
                 left -= 1
                 if left < 0:
                     raise RuntimeError("the machine is on fire")
-                return step(plan)
+                return step(inputs)
 
             llm._core.executor.run = breaks  # type: ignore[method-assign]
             asked = [llm.submit([5 + n], replace(LONG, n=1 + n % 2)) for n in range(4)]

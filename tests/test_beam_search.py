@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from enginewright import LLM, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.runtime.core.beam_search import BeamSearch, EarlyStopping
+from enginewright.runtime.core.beam_scorer import BeamScorer, EarlyStopping
 from enginewright.runtime.sampling.sampling import SampledToken
 from tests import tolerances
 from tests.helpers.engines import folder_of_engines
@@ -40,7 +40,7 @@ def search(
     behind: Behind, width: int, length_penalty: float, early_stopping: EarlyStopping, ends: Sequence[int]
 ) -> list[tuple[list[int], float]]:
     """Answers and their scores, each step from the whole text."""
-    found = BeamSearch(width, NEW, length_penalty, early_stopping, ends)
+    found = BeamScorer(width, NEW, length_penalty, early_stopping, ends)
     while found.advance(
         [behind([*PROMPT, *(token.token for token in beam.tokens)], found.num_candidates) for beam in found.beams]
     ):

@@ -63,7 +63,7 @@ def executor_of(engine: Engine, isa: str = "portable", **limits: Any) -> CpuExec
 
 
 def work_of(executor: CpuExecutor, point: Point) -> Any:
-    return executor.profile(step_plan(executor, point))[1]
+    return executor.profile(step_plan(executor, point).inputs)[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,10 +149,14 @@ def test_profiling_computes_what_a_run_computes(engines: Mapping[str, Path]) -> 
     with Engine.open(engines["llama bf16"]) as engine:
         executor = executor_of(engine, _cpu.isa_names()[0])
         plan = step_plan(executor, Point(3, 7, 0))
-        expected = np.array(executor.run(plan).logits)
-        executor.run(step_plan(executor, Point(1, 1, 90)))
-        nanoseconds, work = executor.profile(plan)
-        assert np.array_equal(executor.run(plan).logits, expected) and np.isfinite(expected).all() and expected.any()
+        expected = np.array(executor.run(plan.inputs).logits)
+        executor.run(step_plan(executor, Point(1, 1, 90)).inputs)
+        nanoseconds, work = executor.profile(plan.inputs)
+        assert (
+            np.array_equal(executor.run(plan.inputs).logits, expected)
+            and np.isfinite(expected).all()
+            and expected.any()
+        )
         assert nanoseconds.shape == work.shape == (len(engine.plan.calls),) and (nanoseconds >= 0).all()
 
 
@@ -165,18 +169,18 @@ def test_decodes_are_those_of_the_scheduler(engines: Mapping[str, Path], name: s
         for index in range(3):
             scheduler.add(sequence_of([index, *range(1, depth)], length=100))
         prompts = scheduler.schedule()
-        assert prompts is not None and prompts.sizes.tokens == 3 * depth
+        assert prompts is not None and prompts.inputs.sizes.tokens == 3 * depth
         scheduler.commit(prompts, [[SampledToken(5)]] * 3)
         decode = scheduler.schedule()
         ours = step_plan(executor, Point(3, 1, depth))
-        assert decode is not None and (decode.sizes, decode.num_decodes) == (ours.sizes, ours.num_decodes)
-        assert decode.inputs.keys() == ours.inputs.keys()
+        assert decode is not None and (decode.inputs.sizes, decode.num_decodes) == (ours.inputs.sizes, ours.num_decodes)
+        assert decode.inputs.arrays.keys() == ours.inputs.arrays.keys()
         for key in ("positions", "kv_len", "query_start", "logit_rows"):
-            assert np.array_equal(decode.inputs[key], ours.inputs[key])
-        for key in ours.inputs.keys() - {"tokens"}:
-            assert decode.inputs[key].shape == ours.inputs[key].shape
+            assert np.array_equal(decode.inputs.arrays[key], ours.inputs.arrays[key])
+        for key in ours.inputs.arrays.keys() - {"tokens"}:
+            assert decode.inputs.arrays[key].shape == ours.inputs.arrays[key].shape
             if key.startswith("slots"):
-                assert len(set(ours.inputs[key].tolist())) == 3, "no two sequences write to one place"
+                assert len(set(ours.inputs.arrays[key].tolist())) == 3, "no two sequences write to one place"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ from enginewright.runtime.core import engine_core as core
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import SampledToken
-from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 from tests.helpers.gpu_report import reported
 from tests.helpers.ladder import Ladder
 from tests.helpers.late_executor import LateExecutor
@@ -24,7 +24,7 @@ def steps_of(patch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of the steps that the CPU's executors run from now on."""
     steps: list[int] = []
     run = CpuExecutor.run
-    patch.setattr(CpuExecutor, "run", lambda self, plan: steps.append(plan.sizes.tokens) or run(self, plan))
+    patch.setattr(CpuExecutor, "run", lambda self, inputs: steps.append(inputs.sizes.tokens) or run(self, inputs))
     return steps
 
 
@@ -102,9 +102,9 @@ def test_wrong_answers_are_noticed(tiny_engine: Path, tmp_path: Path, monkeypatc
 class WrongWhenLate(LateExecutor):
     """Tokens that are not known when their step begins are others."""
 
-    def run(self, plan: StepPlan) -> StepOutputs:
+    def run(self, inputs: StepInputs) -> StepOutputs:
         self._sampled = (self._sampled + 1) % VOCAB_SIZE
-        return super().run(plan)
+        return super().run(inputs)
 
 
 def test_steps_ahead_and_faults_of_one_kind_are_noticed(

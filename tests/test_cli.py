@@ -29,7 +29,7 @@ from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device import memory_plan
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.machine import num_cores
-from enginewright.runtime.step.step_plan import StepPlan
+from enginewright.runtime.step.inputs import StepInputs
 from tests.helpers.engines import copied
 from tests.helpers.serving import tiny_engine
 from tests.helpers.tiny import tiny_checkpoint
@@ -493,12 +493,12 @@ def test_an_engine_that_is_changed_under_a_running_answer_is_5(
     path = copied(engine, tmp_path / "changed.engine", {})
     step, left = CpuExecutor.run, 3
 
-    def run_and_change(executor: CpuExecutor, plan: StepPlan) -> np.ndarray:
+    def run_and_change(executor: CpuExecutor, inputs: StepInputs) -> np.ndarray:
         nonlocal left
         left -= 1
         if left == 0:
             os.truncate(path, path.stat().st_size - 64)
-        return step(executor, plan)
+        return step(executor, inputs)
 
     monkeypatch.setattr(CpuExecutor, "run", run_and_change)
     result = run("generate", path, "-p", "x", "--ignore-eos", "--max-tokens", "20", *output)

@@ -8,8 +8,10 @@ import torch
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.runtime.api.vllm_options import runtime_config
-from enginewright.runtime.core.engine_core import Completion, EngineCore, Request
+from enginewright.runtime.core.completion import Completion
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.outputs import Delta, merge
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model

@@ -329,8 +329,8 @@ def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 if hidden is not None:  # the model's states are the first columns
                     before = engine.plan.buffers[engine.plan.given[HIDDEN_BEFORE]].columns
                     hidden = np.pad(hidden, ((0, 0), (0, before - hidden.shape[1])))
-                plan = replaced(_step(executor, sequence), hidden=hidden)
-                outputs = executor.run(plan)
+                inputs = replaced(_step(executor, sequence).inputs, hidden=hidden)
+                outputs = executor.run(inputs)
                 shown.append((np.array(outputs.hidden), np.array(outputs.logits)))
         (hidden, logits), (states, others) = shown
         num_states = len(head.layers) if role is None and isinstance(head, WithEagle) else 1
@@ -345,7 +345,7 @@ def _step(executor: Executor, sequence: TokenSequence) -> StepPlan:
     sequence.needs_prompt_logits = True
     scheduler.add(sequence)
     plan = scheduler.schedule()
-    assert plan is not None and plan.sizes.tokens == len(sequence.token_ids)
+    assert plan is not None and plan.inputs.sizes.tokens == len(sequence.token_ids)
     return plan
 
 

@@ -16,7 +16,7 @@ from enginewright import LLM, SamplingParams
 from enginewright.errors import EngineDeadError, NotEnoughMemoryError
 from enginewright.runtime.core.outputs import Delta, RequestOutput
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.step.step_plan import StepPlan
+from enginewright.runtime.step.inputs import StepInputs
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint
 
@@ -53,11 +53,11 @@ class Gate:
         self._run = llm._core.executor.run
         llm._core.executor.run = self  # type: ignore[method-assign]
 
-    def __call__(self, plan: StepPlan) -> Any:
+    def __call__(self, inputs: StepInputs) -> Any:
         if not self._open:
             self.waits.set()
             assert self._may.acquire(timeout=WAIT_S)
-        return self._run(plan)
+        return self._run(inputs)
 
     def let(self, steps: int) -> None:
         self._may.release(steps)
@@ -275,7 +275,7 @@ def test_everybody_hears_of_an_engine_that_dies(engine: Engine, caplog: pytest.L
     deltas = [next(stream), next(stream)]
     wait_until(lambda: llm.stats().num_running + llm.stats().num_waiting == 6)
 
-    def breaks(plan: StepPlan) -> None:
+    def breaks(inputs: StepInputs) -> None:
         raise MemoryError("out of it")
 
     gate._run = breaks  # type: ignore[assignment]

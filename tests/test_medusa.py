@@ -27,8 +27,10 @@ from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.speculation.speculator import Proposals, Speculator
+from enginewright.runtime.step.inputs import StepInputs
+from enginewright.runtime.step.packer import Packer
 from enginewright.runtime.step.sequence import TokenSequence
-from enginewright.runtime.step.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.step.step_plan import ScheduledTokens
 from tests import tolerances
 from tests.emulator.device import device_for
 from tests.helpers.graphs import relative_error
@@ -116,10 +118,10 @@ def test_gpus_run_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             sequence = TokenSequence([0] * 3, 3, 3)
             packer = Packer((), executor.memory_plan.limits)
             packer.place(sequence)
-            part = Part(sequence, 0, 3, 3)
-            sizes, inputs = packer.pack([part], 0, [part])
-            plan = StepPlan((part,), 0, sizes, inputs, (), (), hidden=given)
-            said.append(np.array(executor.run(plan).logits))
+            whole = ScheduledTokens(sequence, 0, 3, 3)
+            sizes, arrays = packer.pack([whole], 0, [whole])
+            inputs = StepInputs(sizes, arrays, (), (), given)
+            said.append(np.array(executor.run(inputs).logits))
     wanted = torch.stack([head.logits(state, number) for number in range(3)]).numpy()
     for logits in said:
         assert relative_error(logits, wanted) < tolerances.ENGINE_GRAPH["bf16"]

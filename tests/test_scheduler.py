@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
 from enginewright.plan import CacheGroup, PagedCache, RecurrentState, step_sizes
 from enginewright.runtime.cache.paged import blocks_of
+from enginewright.runtime.step.inputs import StepInputs
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_plan import StepPlan
 from tests.helpers.scheduler_watch import BLOCK, LONGEST, STOP, VOCAB, Watch, group, recurrent, sequence_of
@@ -175,27 +177,27 @@ def test_decodes_are_in_every_step_and_prompts_take_the_rest() -> None:
     watch = whole(40)
     first, second = sequence_of([1, 2], 30), sequence_of(range(20), 30)
     watch.add(first)
-    assert [part.num_tokens for part in step(watch).parts] == [2]
+    assert [part.num_tokens for part in step(watch).scheduled] == [2]
     watch.add(second)
     plans = [step(watch) for _ in range(4)]
-    assert all(plan.parts[0].sequence is first for plan in plans)
-    assert [[part.num_tokens for part in plan.parts] for plan in plans] == [[1, 7], [1, 7], [1, 6], [1, 1]]
+    assert all(plan.scheduled[0].sequence is first for plan in plans)
+    assert [[part.num_tokens for part in plan.scheduled] for plan in plans] == [[1, 7], [1, 7], [1, 6], [1, 1]]
 
 
 def test_a_pace_is_kept_beside_decodes_alone() -> None:
     """Nothing decodes: the whole budget; then chunks that cost as much wherever they are, one token at the least."""
     watch = whole(40, chunk=6)
     watch.add(sequence_of(range(12), 30))
-    assert [part.num_tokens for part in step(watch).parts] == [8]
-    assert [part.num_tokens for part in step(watch).parts] == [4]
+    assert [part.num_tokens for part in step(watch).scheduled] == [8]
+    assert [part.num_tokens for part in step(watch).scheduled] == [4]
     watch.add(sequence_of(range(12, 27), 30))
-    chunks = [[part.num_tokens for part in step(watch).parts] for _ in range(6)]
+    chunks = [[part.num_tokens for part in step(watch).scheduled] for _ in range(6)]
     assert chunks == [[1, 6], [1, 3], [1, 2], [1, 2], [1, 2], [1, 1]]
     watch = whole(40, chunk=1)
     watch.add(sequence_of([1], 30))
     step(watch)
     watch.add(sequence_of(range(2, 20), 30))
-    assert [[part.num_tokens for part in step(watch).parts] for _ in range(3)] == [[1, 1]] * 3
+    assert [[part.num_tokens for part in step(watch).scheduled] for _ in range(3)] == [[1, 1]] * 3
 
 
 def test_what_a_chunk_leaves_goes_to_the_next_prompt() -> None:
@@ -204,7 +206,7 @@ def test_what_a_chunk_leaves_goes_to_the_next_prompt() -> None:
     step(watch)
     watch.add(sequence_of(range(2, 6), 30))
     watch.add(sequence_of(range(6, 20), 30))
-    assert [part.num_tokens for part in step(watch).parts] == [1, 4, 2]
+    assert [part.num_tokens for part in step(watch).scheduled] == [1, 4, 2]
 
 
 def test_sequences_are_admitted_in_the_order_of_arrival() -> None:
@@ -213,9 +215,9 @@ def test_sequences_are_admitted_in_the_order_of_arrival() -> None:
     long, longer, short = sequence_of(range(24), 40), sequence_of(range(20), 40), sequence_of([3, 4], 40)
     for sequence in (long, longer, short):
         watch.add(sequence)
-    assert [part.sequence for part in step(watch).parts] == [long]
+    assert [part.sequence for part in step(watch).scheduled] == [long]
     watch.finish(long)
-    assert [part.sequence for part in step(watch).parts] == [longer, short]
+    assert [part.sequence for part in step(watch).scheduled] == [longer, short]
 
 
 def test_the_latest_arrival_is_preempted_and_computed_anew() -> None:
@@ -366,7 +368,7 @@ def test_the_next_step_does_without_the_tokens_of_this_one() -> None:
     plans = []
     while watch.alive or watch.under_way:
         plan = watch.step()
-        plans.append([part.sequence for part in plan.parts] if plan else [])
+        plans.append([part.sequence for part in plan.scheduled] if plan else [])
     assert plans == [[stops, goes_on, ends], [stops, goes_on, ends], [stops, goes_on], [goes_on], []]
     assert stops.token_ids == [5, 6, 3, STOP] and ends.token_ids == [9, 1, 3, 3] and len(goes_on.token_ids) == 6
     assert watch.num_wasted == 1 and watch.all_back()
@@ -379,16 +381,16 @@ def test_right_guesses_are_several_tokens_of_one_step() -> None:
     for sequence in (guessed, other):
         watch.add(sequence)
     step(watch)
-    assert [part.num_tokens for part in step(watch).parts] == [1, 1]
+    assert [part.num_tokens for part in step(watch).scheduled] == [1, 1]
     watch.scheduler.propose(guessed, [3, 7])
     plan = step(watch)
-    assert [(part.sequence, part.first, part.num_tokens, part.num_logit_rows) for part in plan.parts] == [
+    assert [(part.sequence, part.first, part.num_tokens, part.num_logit_rows) for part in plan.scheduled] == [
         (other, 3, 1, 1),
         (guessed, 6, 3, 3),
     ]
-    assert plan.num_decodes == 1 and plan.verifying == (guessed,)
+    assert plan.num_decodes == 1 and plan.rows.draft_tokens == ((), (3, 7))
     assert guessed.token_ids == [*range(5), 3, 3, 3, 3] and len(guessed.held[0].blocks) == 2
-    assert [part.num_tokens for part in step(watch).parts] == [1, 1], "and on as before"
+    assert [part.num_tokens for part in step(watch).scheduled] == [1, 1], "and on as before"
     while watch.alive:
         step(watch)
     assert len(guessed.token_ids) == len(other.token_ids) == 30 and watch.all_back()
@@ -401,15 +403,15 @@ def test_guesses_take_no_more_than_there_is() -> None:
     watch.add(first)
     step(watch)
     watch.scheduler.propose(first, [3] * 9)
-    assert [part.num_tokens for part in step(watch).parts] == [4], "four rows of logits"
+    assert [part.num_tokens for part in step(watch).scheduled] == [4], "four rows of logits"
     assert len(first.token_ids) == 11
     watch.scheduler.propose(first, [3] * 3)
-    assert [part.num_tokens for part in step(watch).parts] == [1], "there is no fourth block"
+    assert [part.num_tokens for part in step(watch).scheduled] == [1], "there is no fourth block"
     watch = whole(40)
     watch.add(ending := sequence_of(range(6), 9))
     step(watch)
     watch.scheduler.propose(ending, [3] * 9)
-    assert [part.num_tokens for part in step(watch).parts] == [2]
+    assert [part.num_tokens for part in step(watch).scheduled] == [2]
     assert ending.finish_reason == "length" and len(ending.token_ids) == 9 and watch.all_back()
 
 
@@ -418,12 +420,12 @@ def test_a_prompt_is_cut_where_a_snapshot_is_kept() -> None:
     limits = step_sizes(tokens=40, sequences=4, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
     watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8), prefix_caching=True)
     watch.add(first := sequence_of(range(30), 32))
-    assert [[part.num_tokens for part in step(watch).parts] for _ in range(4)] == [[12], [12], [4], [2]]
+    assert [[part.num_tokens for part in step(watch).scheduled] for _ in range(4)] == [[12], [12], [4], [2]]
     run(watch, again := sequence_of(range(30), 32), other := sequence_of([*range(20), 40], 22))
     assert first.finish_reason == "length" and (again.num_cached_tokens, other.num_cached_tokens) == (28, 12)
     watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8))
     watch.add(sequence_of(range(30), 32))
-    assert [part.num_tokens for part in step(watch).parts] == [30], "nobody will begin there"
+    assert [part.num_tokens for part in step(watch).scheduled] == [30], "nobody will begin there"
 
 
 def test_nothing_to_do_is_no_step() -> None:
@@ -435,3 +437,24 @@ def test_nothing_to_do_is_no_step() -> None:
     assert watch.schedule() is None and watch.all_back() and sequence.finish_reason == "abort"
     watch.scheduler.finish(sequence, "stop")
     assert sequence.finish_reason == "abort", "it ended once"
+
+
+def test_inputs_of_a_step_can_be_sent_to_another_process() -> None:
+    """They hold numbers and arrays, and no sequence: msgspec carries them there and back."""
+    watch = whole(40)
+    watch.add(sequence_of(range(5), 30))
+    plan = watch.schedule()
+    assert plan is not None
+
+    def encode(array: object) -> object:
+        assert isinstance(array, np.ndarray)
+        return array.dtype.str, array.shape, array.tobytes()
+
+    def decode(_: object, parts: tuple[str, list[int], bytes]) -> object:
+        return np.frombuffer(parts[2], parts[0]).reshape(parts[1])
+
+    sent = msgspec.msgpack.encode(plan.inputs, enc_hook=encode)
+    got = msgspec.msgpack.decode(sent, type=StepInputs, dec_hook=decode)
+    assert (got.sizes, got.copies, got.new_blocks) == (plan.inputs.sizes, plan.inputs.copies, plan.inputs.new_blocks)
+    assert got.arrays.keys() == plan.inputs.arrays.keys() and got.hidden is None
+    assert all(np.array_equal(got.arrays[name], array) for name, array in plan.inputs.arrays.items())

@@ -11,8 +11,8 @@ import pytest
 from enginewright import BeamSearchParams
 from enginewright.errors import UsageError
 from enginewright.runtime.api.llm import LLM
-from enginewright.runtime.core.engine_core import Request
 from enginewright.runtime.core.params import default_params
+from enginewright.runtime.core.request import Request
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, head_of, running, tiny_engine, wait_until
 
 PROMPT = "The capital of France is"

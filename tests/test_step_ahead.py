@@ -11,8 +11,9 @@ import pytest
 from enginewright.errors import EngineError
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core import engine_core as core
-from enginewright.runtime.core.engine_core import EngineCore, Request
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.memory_plan import limits_of, sequence_bytes
 from enginewright.runtime.engine import Engine

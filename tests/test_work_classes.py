@@ -160,12 +160,12 @@ def test_best_effort_answers_keep_no_pace() -> None:
     watch.step()
     add(watch, work(BEST_EFFORT, prompt=range(20), length=30))
     plan = watch.step()
-    assert plan is not None and [part.num_tokens for part in plan.parts] == [1, 20]
+    assert plan is not None and [part.num_tokens for part in plan.scheduled] == [1, 20]
     add(watch, work(length=40))
     watch.step()
     add(watch, work(BATCH, prompt=range(20), length=30))
     plan = watch.step()
-    assert plan is not None and plan.parts[-1].num_tokens == 3
+    assert plan is not None and plan.scheduled[-1].num_tokens == 3
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -16,7 +16,8 @@ from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
-from enginewright.runtime.core.engine_core import EngineCore, Request
+from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import SamplingParams

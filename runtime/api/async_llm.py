@@ -17,11 +17,12 @@ from enginewright.runtime.api.engine_thread import EngineThread, close_all
 from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
-from enginewright.runtime.core.engine_core import EngineCore, Request
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.outputs import Delta, RequestOutput, merge
 from enginewright.runtime.core.params import params_of
 from enginewright.runtime.core.prompts import Prompt, encode_prompt, salt_of, text_of
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.device.devices import open_engine
 from enginewright.runtime.engine import Engine

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginewright.runtime.checks import require_known
-from enginewright.runtime.core.beam_search import EarlyStopping
+from enginewright.runtime.core.beam_scorer import EarlyStopping
 from enginewright.runtime.core.outputs import Logprob, RequestOutput
 from enginewright.runtime.sampling.sampling import SamplingParams
 

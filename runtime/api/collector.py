@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from enginewright.runtime.core.engine_core import Request
 from enginewright.runtime.core.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.text.tokenizer import Tokenizer
 

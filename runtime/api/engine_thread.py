@@ -10,8 +10,9 @@ from typing import Any
 
 from enginewright.errors import EngineDeadError, EngineError
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextRequest
-from enginewright.runtime.core.engine_core import EngineCore, Request
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.engine import Engine
 

@@ -38,7 +38,7 @@ from enginewright.runtime.api.engine_thread import EngineThread, close_all
 from enginewright.runtime.api.progress_bar import ProgressBar
 from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
-from enginewright.runtime.core.engine_core import EngineCore, OutputSink
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.engine_kind import refuse_answers, refuse_scores, refuse_vectors
 from enginewright.runtime.core.outputs import Delta, RequestOutput
 from enginewright.runtime.core.params import default_params, params_of
@@ -51,6 +51,7 @@ from enginewright.runtime.core.prompts import (
     salt_of,
     text_of,
 )
+from enginewright.runtime.core.request import OutputSink
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.device.devices import open_engine
 from enginewright.runtime.engine import Engine

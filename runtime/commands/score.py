@@ -45,8 +45,8 @@ def forced(
         scheduler.add(text)
     index = {id(text): number for number, text in enumerate(texts)}
     while (plan := scheduler.schedule()) is not None:
-        logits, row = np.asarray(executor.run(plan).logits), 0
-        for part in plan.parts:
+        logits, row = np.asarray(executor.run(plan.inputs).logits), 0
+        for part in plan.scheduled:
             if count := part.num_logit_rows:
                 yield index[id(part.sequence)], part.end - count, logits[row : row + count]
             row += count

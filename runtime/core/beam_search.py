@@ -1,99 +1,107 @@
-"""Beam search: the likeliest answers of a model, as transformers' generate(num_beams=…) looks for them."""
+"""A request whose choices are found by beam search: each beam is a sequence of its own."""
 
-import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from copy import copy
 
+from enginewright.runtime.core.beam_scorer import Beam, BeamScorer
+from enginewright.runtime.core.outputs import NAN_LOGITS, Delta
+from enginewright.runtime.core.request import Request
+from enginewright.runtime.core.request_kinds import LiveSequences, Outputs, RequestKind, failed
 from enginewright.runtime.sampling.sampling import SampledToken
-
-EarlyStopping = bool | Literal["never"]
-
-
-@dataclass(frozen=True)
-class Beam:
-    """The beginning of an answer, or a whole one."""
-
-    tokens: tuple[SampledToken, ...] = ()
-    logprob: float = 0.0  # of all its tokens together
-    parent: int = 0  # which of the beams of the step before it goes on from
-
-    def score(self, num_tokens: int, length_penalty: float) -> float:
-        """By which answers of different lengths are compared.
-
-        Args:
-            num_tokens: that it has, or may have one day.
-        """
-        return self.logprob / math.pow(num_tokens, length_penalty)
+from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.text.detokenizer import Detokenizer
 
 
-class BeamSearch:
-    """The search of one request.
+class BeamSearch(RequestKind):
+    """The beams of one request. The search goes on when a token was sampled after each of them.
 
     Args:
-        width: beams, and whole answers that are kept.
-        max_tokens: of an answer.
-        length_penalty: log-probabilities are divided by a length to this power: above 0 long answers are preferred.
-        early_stopping: True: it is over when there are `width` whole answers. False: when the best beam, by the length
-            that it has now, is no better than the worst of these. "never": as False, by the best length that it can
-            still get to.
-        ends: tokens that end an answer.
+        detokenizer: makes one for the text after the prompt.
     """
 
     def __init__(
-        self, width: int, max_tokens: int, length_penalty: float, early_stopping: EarlyStopping, ends: Collection[int]
+        self, request: Request, live: LiveSequences, scorer: BeamScorer, detokenizer: Callable[[], Detokenizer]
     ) -> None:
-        self._width, self._max_tokens, self._length_penalty = width, max_tokens, length_penalty
-        self._early_stopping, self._ends = early_stopping, frozenset(ends)
-        self.beams: Sequence[Beam] = [Beam()]
-        self._whole: list[Beam] = []
+        super().__init__(request, live)
+        self._scorer, self._detokenizer = scorer, detokenizer
+        self._sequences = [request.completions[0].sequence]  # by beam
+        self._sampled: dict[TokenSequence, SampledToken] = {}  # of this step of the search
 
-    @property
-    def num_candidates(self) -> int:
-        """How many of the likeliest tokens behind each beam `advance` needs: enough to go on where all ends are."""
-        return self._width + len(self._ends)
+    def on_sampled(
+        self, sequence: TokenSequence, tokens: tuple[SampledToken, ...], now: float, outputs: Outputs
+    ) -> int:
+        request, sampled = self.request, tokens[0]
+        request.first_token_s = request.first_token_s or now - request.arrived_at
+        if sampled.is_nan:
+            self._end()
+            outputs += [(request, delta) for delta in failed(request.params.n, "error", NAN_LOGITS)]
+            return 0
+        self._sampled[sequence] = sampled
+        if len(self._sampled) < len(self._sequences):
+            return 0
+        goes_on = self._scorer.advance([self._sampled[one] for one in self._sequences])
+        self._sampled.clear()
+        if goes_on:
+            self._branch()
+            return 0
+        self._end()
+        request.total_s = now - request.arrived_at
+        answers = self._scorer.answers()[: request.params.n]
+        deltas = [self._choice(index, *answer) for index, answer in enumerate(answers)]
+        outputs += [(request, delta) for delta in deltas]
+        return sum(len(delta.tokens) for delta in deltas)
 
-    def advance(self, sampled: Sequence[SampledToken]) -> bool:
-        """Go on by one token.
+    def abort(self) -> list[Delta]:
+        self._end()
+        return failed(self.request.params.n, "abort")
+
+    def _end(self) -> None:
+        self._live.abort(self._sequences)
+        self._finish()
+
+    def _branch(self) -> None:
+        """Lets the beams of the next step go on where those of the last one stand."""
+        parents, beams, free = self._sequences, self._scorer.beams, set[TokenSequence]()
+        going_on = {beam.parent for beam in beams}
+        for place, parent in enumerate(parents):
+            if place in going_on:
+                free.add(parent)
+            else:
+                self._live.abort([parent])
+        self._sequences = []
+        for beam in beams:
+            sequence = parents[beam.parent]
+            if sequence in free:
+                free.remove(sequence)
+            else:
+                sequence = self._fork(sequence)
+            self._sequences.append(sequence)
+        for beam, sequence in zip(beams, self._sequences, strict=True):
+            self._live.scheduler.choose(sequence, beam.tokens[-1].token)
+
+    def _fork(self, parent: TokenSequence) -> TokenSequence:
+        child = TokenSequence(
+            token_ids=list(parent.token_ids),
+            num_prompt_tokens=parent.num_prompt_tokens,
+            max_tokens=parent.max_tokens,
+            request=copy(parent.request),
+            cache_salt=parent.cache_salt,
+            work=parent.work,
+            is_beam=True,
+        )
+        self._live.fork(parent, child)
+        return child
+
+    def _choice(self, index: int, beam: Beam, reason: str) -> Delta:
+        """Makes the delta of a whole choice.
 
         Args:
-            sampled: behind each of the beams; only the likeliest tokens matter.
-
-        Returns:
-            Whether it goes on, with other beams.
+            index: of the choice, best first.
+            reason: why it has ended.
         """
-        grown = sorted(self._grown(sampled), key=lambda beam: -beam.logprob)
-        length = len(self.beams[0].tokens) + 1
-        at_end = length >= self._max_tokens
-        # Only what is among the best of all may be an answer: what is behind these keeps the search going.
-        ended = [beam for beam in grown[: self._width] if at_end or self._ends_with(beam)]
-        self._whole = sorted([*self._whole, *ended], key=self._score, reverse=True)[: self._width]
-        if at_end:
-            return False
-        self.beams = [beam for beam in grown if not self._ends_with(beam)][: self._width]
-        return len(self.beams) > 0 and not self._is_over(length)
-
-    def answers(self) -> list[tuple[Beam, str]]:
-        """The best answers, best first, and why each has ended: "stop" or "length"."""
-        return [(beam, "stop" if self._ends_with(beam) else "length") for beam in self._whole]
-
-    def _grown(self, sampled: Sequence[SampledToken]) -> Iterator[Beam]:
-        for parent, (beam, behind) in enumerate(zip(self.beams, sampled, strict=True)):
-            for token, logprob in behind.top_logprobs:
-                named = SampledToken(token, logprob, behind.top_logprobs)
-                yield Beam((*beam.tokens, named), beam.logprob + logprob, parent)
-
-    def _ends_with(self, beam: Beam) -> bool:
-        return beam.tokens[-1].token in self._ends
-
-    def _score(self, beam: Beam) -> float:
-        return beam.score(len(beam.tokens), self._length_penalty)
-
-    def _is_over(self, length: int) -> bool:
-        if len(self._whole) < self._width:
-            return False
-        if self._early_stopping is True:
-            return True
-        if self._early_stopping == "never" and self._length_penalty > 0:
-            length = self._max_tokens
-        return self.beams[0].score(length, self._length_penalty) <= self._score(self._whole[-1])
+        params, last, detokenizer = self.request.params, beam.tokens[-1].token, self._detokenizer()
+        shown = beam.tokens[:-1] if reason == "stop" else beam.tokens  # an end-of-text token is no text
+        text = "".join([detokenizer.push(token.token) for token in shown]) + detokenizer.flush()
+        num_top = params.logprobs or 0
+        tokens = tuple(SampledToken(one.token, one.logprob, one.top_logprobs[:num_top]) for one in beam.tokens)
+        return Delta(index, text, tokens, reason, last if reason == "stop" and last in params.stop_token_ids else None)

@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from enginewright.errors import UsageError
 from enginewright.runtime.config import RuntimeConfig
-from enginewright.runtime.core.engine_core import EngineCore, OutputSink, Request
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.outputs import NAN_LOGITS, Delta
 from enginewright.runtime.core.prompts import PromptTooLongError, check_tokens
+from enginewright.runtime.core.request import OutputSink, Request
 from enginewright.runtime.core.stats import Stats, StepCounts
 from enginewright.runtime.device.devices import open_executor
 from enginewright.runtime.engine import Engine
@@ -131,9 +132,9 @@ class EmbeddingCore:
         if plan is None:
             return deltas
         began = time.perf_counter()
-        rows = np.asarray(self.executor.run(plan).logits)
+        rows = np.asarray(self.executor.run(plan.inputs).logits)
         self._scheduler.commit(plan, [])
-        self._counts.add(plan.sizes.tokens, time.perf_counter() - began)
+        self._counts.add(plan.inputs.sizes.tokens, time.perf_counter() - began)
         for row, sequence in zip(rows, plan.ending, strict=True):
             request = self._requests.pop(sequence)
             request.vector = row.copy()

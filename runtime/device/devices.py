@@ -17,7 +17,7 @@ from enginewright.runtime.device.memory_plan import MemoryPlan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import Draw
 from enginewright.runtime.scheduler.stored import PlaceMemory
-from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 from enginewright.targets import CPU, CUDA, architectures, choose_code, platforms_of
 
 AUTO = "auto"
@@ -44,7 +44,7 @@ class Executor(Protocol):
 
     @property
     def place_memory(self) -> Sequence[PlaceMemory]: ...
-    def run(self, plan: StepPlan) -> StepOutputs: ...
+    def run(self, inputs: StepInputs) -> StepOutputs: ...
 
     @property
     def weights(self) -> Mapping[str, Any]: ...

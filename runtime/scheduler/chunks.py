@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_goal import StepGoal
-from enginewright.runtime.step.step_plan import Part
+from enginewright.runtime.step.step_plan import ScheduledTokens
 
 
 class PromptChunks:
@@ -30,16 +30,22 @@ class PromptChunks:
         self._cache, self._most_cost, self._cost, self._goal, self._whole = cache, most_cost, cost, goal, whole
 
     def cut(
-        self, prompts: Sequence[TokenSequence], tokens: int, rows: int, *, beside: Sequence[Part], keeps_pace: bool
-    ) -> list[Part]:
-        """Parts of these.
+        self,
+        prompts: Sequence[TokenSequence],
+        tokens: int,
+        rows: int,
+        *,
+        beside: Sequence[ScheduledTokens],
+        keeps_pace: bool,
+    ) -> list[ScheduledTokens]:
+        """Tokens of these prompts that the step reads.
 
         Args:
             tokens, rows: of logits, that there may be.
             beside: what else the step computes.
             keeps_pace: somebody waits for the tokens of this step.
         """
-        parts: list[Part] = []
+        scheduled: list[ScheduledTokens] = []
         cost_left = self._bound(beside) if prompts and keeps_pace else None
         for sequence in prompts:
             first = sequence.num_computed_tokens
@@ -49,17 +55,17 @@ class PromptChunks:
                 count = self._cache.chunk_end(sequence.held, first, first + count) - first
             if cost_left is not None:
                 cost = self._cost(first)
-                count = min(count, max(int(cost_left / cost), 0 if parts else 1))
+                count = min(count, max(int(cost_left / cost), 0 if scheduled else 1))
                 cost_left -= count * cost
             wanted = count if sequence.needs_prompt_logits else int(count == uncomputed)
             if count == 0 or wanted > rows or (self._whole and count < uncomputed):
                 continue
-            parts.append(Part(sequence, first, count, wanted))
+            scheduled.append(ScheduledTokens(sequence, first, count, wanted))
             tokens -= count
             rows -= wanted
-        return parts
+        return scheduled
 
-    def _bound(self, beside: Sequence[Part]) -> float | None:
+    def _bound(self, beside: Sequence[ScheduledTokens]) -> float | None:
         if self._goal is None or not self._goal.is_measured:
             return self._most_cost
-        return self._goal.left(sum(part.num_tokens * self._cost(part.first) for part in beside))
+        return self._goal.left(sum(one.num_tokens * self._cost(one.first) for one in beside))

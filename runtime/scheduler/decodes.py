@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from enginewright.runtime.cache.kind import Copies
-from enginewright.runtime.step.step_plan import Packer, StepPlan
+from enginewright.runtime.step.inputs import StepInputs
+from enginewright.runtime.step.packer import Packer
+from enginewright.runtime.step.step_plan import StepPlan
 
 
 class RepeatedDecodes:
@@ -14,9 +16,9 @@ class RepeatedDecodes:
         self._stride = stride  # a sequence begins a block where its position is a multiple of it
         self._num_planned = 0  # steps after the first
         # Then a sequence, or several, end by their length.
-        self._most = min(sequence.max_tokens - sequence.num_tokens for sequence in first.sampling)
+        self._most = min(sequence.max_tokens - sequence.num_tokens for sequence in first.rows.sequences)
         self._growing: dict[int, list[int]] = {}  # rows whose token is the first of a block, by step modulo the stride
-        for row, sequence in enumerate(first.sampling):
+        for row, sequence in enumerate(first.rows.sequences):
             self._growing.setdefault((1 - sequence.num_computed_tokens) % stride, []).append(row)
 
     @property
@@ -35,21 +37,16 @@ class RepeatedDecodes:
         copies: tuple[Copies, ...],
     ) -> StepPlan:
         """The next step. There is room for what the growing rows write."""
-        first, sampling = self.first, self.first.sampling
-        sizes, inputs = packer.advance(sampling, growing)
-        for sequence in sampling:
+        first, sequences = self.first, self.first.rows.sequences
+        sizes, arrays = packer.advance(sequences, growing)
+        for sequence in sequences:
             sequence.num_computed_tokens += 1
             sequence.num_tokens += 1
         self._num_planned += 1
         return StepPlan(
-            first.first_parts,
+            StepInputs(sizes, arrays, copies, new_blocks),
+            first.first_scheduled,
             first.num_decodes,
-            sizes,
-            inputs,
-            copies,
-            new_blocks,
-            sampling,
-            first.requests,
-            first.has_grammar,
-            num_steps_since=self._num_planned,
+            first.rows,
+            num_repeats=self._num_planned,
         )

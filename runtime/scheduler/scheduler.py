@@ -1,8 +1,8 @@
 """What runs in the next step: decodes first, then as much of the prompts as the token budget takes.
 
 plan = scheduler.schedule()
-outputs = executor.run(plan)
-scheduler.commit(plan, [(token,) for token in sampler.sample(outputs.logits, plan.requests)])
+outputs = executor.run(plan.inputs)
+scheduler.commit(plan, [(token,) for token in sampler.sample(outputs.logits, plan.rows.requests)])
 
 The next step may be planned before this one is committed, and no more than that. Its tokens are then those that this
 one samples, and all but the tokens themselves is known: what their keys and values take, and whether a sequence ends
@@ -19,15 +19,17 @@ from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import DiskStore
 from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.kind import Copies
-from enginewright.runtime.sampling.sampling import RowRequest, SampledToken
+from enginewright.runtime.sampling.sampling import SampledToken
 from enginewright.runtime.scheduler.chunks import PromptChunks
 from enginewright.runtime.scheduler.decodes import RepeatedDecodes
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.scheduler.stored import PlaceMemory, StoredPrefixes
 from enginewright.runtime.scheduler.waiting import WaitingSequences
+from enginewright.runtime.step.inputs import StepInputs
+from enginewright.runtime.step.packer import Packer
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_goal import StepGoal
-from enginewright.runtime.step.step_plan import Packer, Part, StepPlan
+from enginewright.runtime.step.step_plan import LogitRow, LogitRows, RowPurpose, ScheduledTokens, StepPlan
 from enginewright.runtime.step.work_class import BEST_EFFORT
 
 
@@ -164,20 +166,34 @@ class Scheduler:
         sequence.deferred, self._last = True, None
 
     def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
-        """Take up what a step sampled.
+        """Takes over what a step sampled.
 
         Args:
-            accepted: the tokens of each sequence of `plan.sampling`: one, or as many as there were right guesses, and
-                the one that was sampled behind them.
+            accepted: the tokens of each of `plan.rows.sequences`: one, or as many as there were right draft tokens, and
+                the one that was sampled after them.
 
         Returns:
             The sequences that ended with it.
         """
-        ended, stride, has_unpublished_blocks = [], self._cache.stride, plan.has_unpublished_blocks
-        if plan.verifying:
-            accepted = [self._commit_draft_tokens(*each) for each in zip(plan.sampling, accepted, strict=True)]
-        for sequence, (sampled,) in zip(plan.sampling, accepted, strict=True):
+        return self._commit(plan.rows, accepted, plan.ending)
+
+    def commit_deferred(self, rows: LogitRows, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
+        """Takes over what deferred sequences were sampled later, as `commit` does; steps take them again."""
+        for sequence in rows.sequences:
             sequence.deferred = False
+        return self._commit(rows, accepted, ())
+
+    def _commit(
+        self, rows: LogitRows, accepted: Sequence[Sequence[SampledToken]], ending: Sequence[TokenSequence]
+    ) -> list[TokenSequence]:
+        if rows.has_other_rows:
+            for row in rows.rows:
+                if row.purpose is RowPurpose.SCORE_PROMPT:
+                    row.sequence.needs_prompt_logits = row.index + 1 < row.sequence.num_prompt_tokens
+        ended, stride = [], self._cache.stride
+        if rows.draft_tokens:
+            accepted = [self._commit_draft_tokens(*each) for each in zip(rows.sequences, accepted, strict=True)]
+        for sequence, (sampled,) in zip(rows.sequences, accepted, strict=True):
             if sequence.finish_reason is not None:  # by finish(), or by the step before
                 continue
             if sampled.is_nan:
@@ -185,7 +201,7 @@ class Scheduler:
                 continue
             token, token_ids = sampled.token, sequence.token_ids
             known = len(token_ids)
-            if known % stride == 0 or (has_unpublished_blocks and sequence.has_unpublished_blocks):
+            if sequence.has_unpublished_blocks or known % stride == 0:
                 self._prefixes.publish(sequence)
             if sequence.is_beam:
                 sequence.num_tokens = known
@@ -195,11 +211,12 @@ class Scheduler:
                 ended.append((sequence, "stop"))
             elif known + 1 >= sequence.max_tokens:
                 ended.append((sequence, "length"))
-        ended += [(sequence, "length") for sequence in plan.ending if sequence.finish_reason is None]
+        ended += [(sequence, "length") for sequence in ending if sequence.finish_reason is None]
         for sequence, reason in ended:
             self.finish(sequence, reason)
-        for sequence in plan.verifying:
-            self._take_back(sequence)
+        for sequence, draft_tokens in zip(rows.sequences, rows.draft_tokens, strict=False):
+            if draft_tokens:
+                self._roll_back(sequence)
         if self._events is not None:
             self._events.flush()
         return [sequence for sequence, _ in ended]
@@ -217,7 +234,7 @@ class Scheduler:
             sequence.token_ids.append(sampled.token)
         return tokens[-1:]
 
-    def _take_back(self, sequence: TokenSequence) -> None:
+    def _roll_back(self, sequence: TokenSequence) -> None:
         """Take back the guesses that were wrong."""
         if sequence.finish_reason is not None:
             return
@@ -252,9 +269,15 @@ class Scheduler:
         if not sequence.is_running:
             self._waiting.put_back(sequence)
 
-    def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """End a sequence now, wherever it is; its blocks are free again. One that has ended stays as it is."""
+    def finish(self, sequence: TokenSequence, reason: str, *, replace: bool = False) -> None:
+        """Ends a sequence now, wherever it is; its blocks are free again. One that has ended stays as it is.
+
+        Args:
+            replace: one that has ended has this reason from now on.
+        """
         if sequence.finish_reason is not None:
+            if replace:
+                sequence.finish_reason = reason
             return
         sequence.finish_reason = reason
         sequence.num_tokens = len(sequence.token_ids)
@@ -341,18 +364,20 @@ class Scheduler:
         if not growing:
             return decodes.plan_next(self._packer, growing, self._no_blocks, self._no_copies)
         for row in growing:
-            if not self._has_room(decodes.first.sampling[row]) or self._last is None:  # somebody was preempted
+            if not self._has_room(decodes.first.rows.sequences[row]) or self._last is None:  # somebody was preempted
                 return None
-        new_blocks, copies = self._extend([decodes.first.first_parts[row] for row in growing])
+        new_blocks, copies = self._extend([decodes.first.first_scheduled[row] for row in growing])
         return decodes.plan_next(self._packer, growing, new_blocks, copies)
 
     def _build_step(self) -> StepPlan | None:
         """A step of all that can be done; None if nothing can."""
-        parts: list[Part] = []
-        growing: list[Part] = []  # those whose block tables may have to
-        verifying: list[Part] = []
+        scheduled: list[ScheduledTokens] = []
+        growing: list[ScheduledTokens] = []  # those whose block tables may have to
+        verifying: list[ScheduledTokens] = []
         reading, stride = [], self._cache.stride
-        spare = min(self._limits.tokens, self._limits.logit_rows) - len(self._running)  # for guesses: all may decode
+        spare = min(self._limits.tokens, self._limits.logit_rows) - len(
+            self._running
+        )  # for draft tokens: all may decode
         for sequence in self._running:
             if sequence.deferred:
                 continue
@@ -365,26 +390,26 @@ class Scheduler:
                 (length >= sequence.max_tokens or sequence.draft_tokens or sequence.is_beam)
                 and length > len(sequence.token_ids)
             ):
-                # A decode takes a block where its token is the first of one. Who is preempted for it comes behind it
+                # A decode takes a block where its token is the first of one. Who is preempted for it comes after it
                 # in this list, or is itself the last.
                 if (again or first % stride == 0) and not self._has_room(sequence):
                     break
                 count = self._fit_draft_tokens(sequence, spare - again) if sequence.draft_tokens else 0
                 if again or count:
-                    verifying.append(Part(sequence, first, again + 1 + count, 1 + count))
+                    verifying.append(ScheduledTokens(sequence, first, again + 1 + count, 1 + count))
                     spare -= again + count
                     continue
-                part = Part(sequence, first, 1, 1)
+                one = ScheduledTokens(sequence, first, 1, 1)
                 if first % stride == 0:
-                    growing.append(part)
-                parts.append(part)
-        num_decodes = len(parts)
-        parts += verifying
-        taken = num_decodes + sum(part.num_tokens for part in verifying)  # a row of logits each, too
+                    growing.append(one)
+                scheduled.append(one)
+        num_decodes = len(scheduled)
+        scheduled += verifying
+        taken = num_decodes + sum(one.num_tokens for one in verifying)  # a row of logits each, too
         tokens, rows = self._limits.tokens - taken, self._limits.logit_rows - taken
-        keeps_pace = any(part.sequence.effective_priority < BEST_EFFORT for part in parts)
-        parts += self._chunks.cut(reading, tokens, rows, beside=parts, keeps_pace=keeps_pace)
-        return self._plan(parts, num_decodes, growing + parts[num_decodes:]) if parts else None
+        keeps_pace = any(one.sequence.effective_priority < BEST_EFFORT for one in scheduled)
+        scheduled += self._chunks.cut(reading, tokens, rows, beside=scheduled, keeps_pace=keeps_pace)
+        return self._plan(scheduled, num_decodes, growing + scheduled[num_decodes:]) if scheduled else None
 
     def _fit_draft_tokens(self, sequence: TokenSequence, spare: int) -> int:
         """Leave as many guesses as there is room for; how many that is."""
@@ -398,73 +423,67 @@ class Scheduler:
         del sequence.draft_tokens[count:]
         return count
 
-    def _plan(self, parts: list[Part], num_decodes: int, growing: list[Part]) -> StepPlan:
-        """A step of these.
+    def _plan(self, scheduled: list[ScheduledTokens], num_decodes: int, growing: list[ScheduledTokens]) -> StepPlan:
+        """Makes a step of these tokens.
 
         Args:
-            num_decodes: the first parts, of one token, behind which nothing is known.
-            growing: parts that may take blocks.
+            num_decodes: the first of them, of one token each, after which no draft token is verified.
+            growing: those that may take blocks.
         """
         new_blocks, copies = self._extend(growing)
-        sizes, inputs = self._packer.pack(parts, num_decodes, growing)
-        sampling: list[TokenSequence] = []
-        requests: list[RowRequest] = []
-        prompt_rows: list[tuple[int, TokenSequence, int]] = []
+        sizes, arrays = self._packer.pack(scheduled, num_decodes, growing)
+        rows: list[LogitRow] = []
         ending: list[TokenSequence] = []
-        for part in parts:
-            sequence = part.sequence
-            sequence.num_computed_tokens = end = part.first + part.num_tokens
+        for one in scheduled:
+            sequence = one.sequence
+            sequence.num_computed_tokens = one.end
             sequence.recomputing = False
-            if sequence.request is None:
-                if end == sequence.num_tokens:
-                    ending.append(sequence)
-                continue
-            if sequence.needs_prompt_logits:  # a row scores the token after its own
-                for position in range(end + 1 - part.num_logit_rows, min(end + 1, len(sequence.token_ids))):
-                    prompt_rows.append((len(requests), sequence, position))
-                    requests.append(sequence.request.prompt_token(sequence.token_ids[position]))
-                if end < sequence.num_tokens:
-                    continue
-            if part.num_logit_rows:
-                sequence.logits_row = len(requests)
-                sequence.num_tokens += 1
-                sampling.append(sequence)
-                requests.append(sequence.request)
-                if sequence.draft_tokens:
-                    sequence.num_tokens += len(sequence.draft_tokens)
-                    requests += sequence.request.rows_after(sequence.draft_tokens)
-        verifying: list[TokenSequence] = []
-        for part in parts[num_decodes:]:
-            sequence = part.sequence
-            if sequence.draft_tokens:
-                verifying.append(sequence)
+            if sequence.request is not None:
+                self._add_rows(rows, one)
+            elif one.end == sequence.num_tokens:
+                ending.append(sequence)
+        for one in scheduled[num_decodes:]:
             # Later, its blocks may have fallen out of a window.
-            self._prefixes.tag(sequence, min(part.end, len(sequence.token_ids)))
+            self._prefixes.tag(one.sequence, min(one.end, len(one.sequence.token_ids)))
         plan = StepPlan(
-            tuple(parts),
+            StepInputs(sizes, arrays, copies, new_blocks),
+            tuple(scheduled),
             num_decodes,
-            sizes,
-            inputs,
-            copies,
-            new_blocks,
-            tuple(sampling),
-            tuple(requests),
-            has_grammar=any(request.grammar is not None for request in requests),
-            ending=tuple(ending),
-            # Also of a decode: it may be a prompt's last token.
-            has_unpublished_blocks=any(sequence.has_unpublished_blocks for sequence in sampling),
-            prompt_rows=tuple(prompt_rows),
-            verifying=tuple(verifying),
+            LogitRows.of(rows),
+            tuple(ending),
         )
-        repeats = num_decodes == len(self._running) == len(sampling) and not any(one.is_beam for one in sampling)
+        sequences = plan.rows.sequences
+        repeats = num_decodes == len(self._running) == len(sequences) and not any(one.is_beam for one in sequences)
         self._last = plan if repeats else None
         return plan
 
-    def _extend(self, parts: Sequence[Part]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:
+    @staticmethod
+    def _add_rows(rows: list[LogitRow], scheduled: ScheduledTokens) -> None:
+        """Append what the rows of logits of a sequence are for, and count the tokens that they are to give it."""
+        sequence, end = scheduled.sequence, scheduled.end
+        request = sequence.request
+        assert request is not None
+        if sequence.needs_prompt_logits:  # a row scores the token after its own
+            for position in range(end + 1 - scheduled.num_logit_rows, min(end + 1, len(sequence.token_ids))):
+                scored = request.prompt_token(sequence.token_ids[position])
+                rows.append(LogitRow(sequence, RowPurpose.SCORE_PROMPT, scored, position))
+            if end < sequence.num_tokens:
+                return
+        if not scheduled.num_logit_rows:
+            return
+        sequence.logits_row = len(rows)
+        sequence.num_tokens += 1
+        rows.append(LogitRow(sequence, RowPurpose.SAMPLE, request))
+        if sequence.draft_tokens:
+            sequence.num_tokens += len(sequence.draft_tokens)
+            for index, after in enumerate(request.rows_after(sequence.draft_tokens), start=1):
+                rows.append(LogitRow(sequence, RowPurpose.VERIFY, after, index))
+
+    def _extend(self, scheduled: Sequence[ScheduledTokens]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:
         """Room for these to write what they compute: what is to be zeroed, and copied before, a group."""
         new: tuple[list[int], ...] = tuple([] for _ in self._no_blocks)
-        for part in parts:
-            first = part.sequence.num_computed_tokens
-            self._cache.extend(part.sequence.held, first, first + part.num_tokens, new, self._copies)
+        for one in scheduled:
+            first = one.sequence.num_computed_tokens
+            self._cache.extend(one.sequence.held, first, first + one.num_tokens, new, self._copies)
         copies, self._copies = self._copies, tuple([] for _ in self._no_copies)
         return new, copies

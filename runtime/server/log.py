@@ -26,7 +26,7 @@ import msgspec
 from starlette.types import Message, Scope, Send
 
 from enginewright.printable import printable, printable_json, printable_lines
-from enginewright.runtime.core.engine_core import Request
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.sampling.sampling import SamplingParams
 from enginewright.runtime.server.errors import ApiError, Headers

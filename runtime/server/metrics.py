@@ -19,7 +19,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from enginewright import __version__
-from enginewright.runtime.core.engine_core import Request
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.stats import STEP_TOKENS, Stats
 from enginewright.runtime.device.memory_plan import KvBlocks
 from enginewright.runtime.speculation.stats import SpeculationStats

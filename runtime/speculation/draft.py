@@ -28,9 +28,11 @@ from enginewright.runtime.sampling.sampling import (
     SamplingRequest,
 )
 from enginewright.runtime.speculation.proposer import DraftToken, Proposer
+from enginewright.runtime.step.inputs import StepInputs, StepOutputs
+from enginewright.runtime.step.packer import Packer
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
-from enginewright.runtime.step.step_plan import Packer, Part, StepOutputs, StepPlan
+from enginewright.runtime.step.step_plan import ScheduledTokens
 
 # Tokens that the draft may lack of a sequence and still guess in the same step; more are read in steps of their own.
 MOST_BEHIND = 32
@@ -197,7 +199,7 @@ class DraftModel(Proposer):
         for own in behind:
             count = min(_behind(own) - 1, room)
             if count:
-                parts.append(Part(own, own.num_computed_tokens, count, 0))
+                parts.append(ScheduledTokens(own, own.num_computed_tokens, count, 0))
                 room -= count
         if parts:
             began = time.perf_counter()
@@ -211,7 +213,7 @@ class DraftModel(Proposer):
             begun: the position that each may go back to.
         """
         began = time.perf_counter()
-        parts = [Part(row.own, row.own.num_computed_tokens, _behind(row.own), 1) for row in rows]
+        parts = [ScheduledTokens(row.own, row.own.num_computed_tokens, _behind(row.own), 1) for row in rows]
         logits = self._run(parts, begun)
         requests = [DraftRow(row.sequence.request, row.draft_tokens) for row in rows if row.sequence.request]
         sampled = self._sampler.sample(logits, requests)
@@ -222,26 +224,24 @@ class DraftModel(Proposer):
             for token, request in zip(sampled, requests, strict=True)
         ]
 
-    def _run(self, parts: Sequence[Part], begun: Mapping[TokenSequence, int]) -> Logits:
+    def _run(self, parts: Sequence[ScheduledTokens], begun: Mapping[TokenSequence, int]) -> Logits:
         new: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
         for part in parts:
             # What falls out of a window meanwhile would be missed if the guesses are wrong.
             first = begun.get(part.sequence, part.first)
             self._cache.extend(part.sequence.held, first, part.end, new, self._copies)
             part.sequence.num_computed_tokens = part.end
-        sizes, inputs = self._packer.pack(parts, 0, parts)
+        sizes, arrays = self._packer.pack(parts, 0, parts)
         copies, self._copies = self._copies, self._nothing()
-        outputs = self._executor.run(
-            StepPlan(tuple(parts), 0, sizes, inputs, copies, new, hidden=self._hidden_before(parts))
-        )
+        outputs = self._executor.run(StepInputs(sizes, arrays, copies, new, self._hidden_before(parts)))
         self._ran(parts, outputs)
         return outputs.logits
 
-    def _hidden_before(self, parts: Sequence[Part]) -> NDArray[np.float32] | None:
+    def _hidden_before(self, parts: Sequence[ScheduledTokens]) -> NDArray[np.float32] | None:
         """What the plan is given with these parts, if anything."""
         return None
 
-    def _ran(self, parts: Sequence[Part], outputs: StepOutputs) -> None:
+    def _ran(self, parts: Sequence[ScheduledTokens], outputs: StepOutputs) -> None:
         """A step of these parts is done."""
 
     def _measure(self) -> None:
@@ -250,7 +250,9 @@ class DraftModel(Proposer):
         if own is None:
             return
         request = SamplingRequest(SamplingParams(temperature=0), [0], self._executor.plan.vocab_size)
-        self._run([Part(own, 0, 1, 1)], {})  # reads the weights from the disk, which the others find in memory
+        self._run(
+            [ScheduledTokens(own, 0, 1, 1)], {}
+        )  # reads the weights from the disk, which the others find in memory
         own.token_ids.append(0)
         for _ in range(WARM_UP):
             if self._grow(own):

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from enginewright.plan import HIDDEN_BEFORE
 from enginewright.runtime.device.devices import Executor
 from enginewright.runtime.speculation.draft import DraftModel
+from enginewright.runtime.step.inputs import StepOutputs
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
-from enginewright.runtime.step.step_plan import Part, StepOutputs, StepPlan
+from enginewright.runtime.step.step_plan import ScheduledTokens, StepPlan
 
 Row = NDArray[np.float32]  # [columns]
 
@@ -47,7 +48,7 @@ class HiddenStates:
         self.rows = self.rows[begin - self.begin : end - self.begin]
         self.begin = begin
 
-    def of(self, part: Part) -> list[Row]:
+    def of(self, part: ScheduledTokens) -> list[Row]:
         """What a part of the head's sequence reads."""
         start = self.first + part.first - self.begin
         return self.rows[start : start + part.num_tokens]
@@ -68,7 +69,7 @@ class HeadModel(DraftModel):
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
         shown, row = np.asarray(outputs.hidden), 0
-        for part in plan.parts:
+        for part in plan.scheduled:
             if len(part.sequence.token_ids) >= self._longest:  # nothing more is guessed for it
                 self.end(part.sequence)
             elif part.sequence.is_running and not part.sequence.is_beam:
@@ -94,7 +95,7 @@ class HeadModel(DraftModel):
         self._states.pop(sequence, None)
         super().end(sequence)
 
-    def _put(self, part: Part, rows: NDArray[np.float32]) -> None:
+    def _put(self, part: ScheduledTokens, rows: NDArray[np.float32]) -> None:
         states = self._states.get(part.sequence)
         if states is None or part.first > states.end:  # what is between is not known
             self.end(part.sequence)
@@ -142,10 +143,10 @@ class HeadModel(DraftModel):
         del self._read_by[own]
         super()._release(own)
 
-    def _hidden_before(self, parts: Sequence[Part]) -> NDArray[np.float32]:
+    def _hidden_before(self, parts: Sequence[ScheduledTokens]) -> NDArray[np.float32]:
         return np.stack([row for part in parts for row in self._read_by[part.sequence].of(part)])
 
-    def _ran(self, parts: Sequence[Part], outputs: StepOutputs) -> None:
+    def _ran(self, parts: Sequence[ScheduledTokens], outputs: StepOutputs) -> None:
         shown, last = np.asarray(outputs.hidden), -1
         for part in parts:
             last += part.num_tokens

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from enginewright.plan import HIDDEN_BEFORE
 from enginewright.runtime.device.devices import Executor
 from enginewright.runtime.speculation.draft import DraftModel
+from enginewright.runtime.step.inputs import StepOutputs
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
-from enginewright.runtime.step.step_plan import Part, StepOutputs, StepPlan
+from enginewright.runtime.step.step_plan import ScheduledTokens, StepPlan
 
 
 class MedusaModel(DraftModel):
@@ -29,7 +30,7 @@ class MedusaModel(DraftModel):
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
         shown, end = np.asarray(outputs.hidden), 0
-        for part in plan.parts:
+        for part in plan.scheduled:
             end += part.num_tokens
             if part.num_logit_rows and part.sequence.is_running and not part.sequence.is_beam:
                 rows = shown[end - part.num_logit_rows : end].copy()
@@ -66,7 +67,7 @@ class MedusaModel(DraftModel):
         self._read_by.pop(own, None)
         super()._release(own)
 
-    def _hidden_before(self, parts: Sequence[Part]) -> NDArray[np.float32]:
+    def _hidden_before(self, parts: Sequence[ScheduledTokens]) -> NDArray[np.float32]:
         rows = np.zeros((len(parts), self._columns), np.float32)
         for row, part in zip(rows, parts, strict=True):
             row[part.first] = 1.0

@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from enginewright.runtime.step.inputs import StepOutputs
 from enginewright.runtime.step.sequence import TokenSequence
-from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.step.step_plan import StepPlan
 
 
 class DraftToken(NamedTuple):

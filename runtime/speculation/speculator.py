@@ -12,9 +12,10 @@ from operator import itemgetter
 from enginewright.runtime.speculation.acceptance import Acceptance
 from enginewright.runtime.speculation.proposer import DraftToken, Proposer
 from enginewright.runtime.speculation.stats import SpeculationStats
+from enginewright.runtime.step.inputs import StepOutputs
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
-from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.step.step_plan import StepPlan
 
 Proposals = list[tuple[TokenSequence, Sequence[int]]]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.sampling.sampling import SamplingRequest
+from enginewright.runtime.sampling.token_mask import Grammar
 from enginewright.runtime.step.work_class import DEFAULT_WORK, WorkClass
 
 NEVER = 2**31 - 1  # a position that no sequence has
@@ -63,6 +64,11 @@ class TokenSequence:
         When another step is planned, that is at most one, or one more than there are guesses.
         """
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar that its tokens have to follow."""
+        return None if self.request is None else self.request.grammar
 
     @property
     def last_token_is_in_flight(self) -> bool:

@@ -11,7 +11,7 @@ from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import Entries, Fields
 from enginewright.runtime.sampling.token_mask import Mask
-from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 from tests.helpers.sampling_reference import with_newest
 
 
@@ -23,13 +23,13 @@ class LateExecutor(CpuExecutor):
         self._sampled = self._newest = np.zeros(0, np.int32)  # by the step before; behind which this one samples
         self.num_late = 0  # tokens that were not known when their step was planned
 
-    def run(self, plan: StepPlan) -> StepOutputs:
-        tokens = plan.inputs["tokens"].copy()
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        tokens = inputs.arrays["tokens"].copy()
         late = tokens < 0
         tokens[late] = self._sampled[-1 - tokens[late]]
         self.num_late += int(late.sum())
-        self._newest = tokens[plan.inputs["logit_rows"]]
-        return super().run(msgspec.structs.replace(plan, inputs=plan.inputs | {"tokens": tokens}))
+        self._newest = tokens[inputs.arrays["logit_rows"]]
+        return super().run(msgspec.structs.replace(inputs, arrays=inputs.arrays | {"tokens": tokens}))
 
     @property
     def draw(self):  # type: ignore[no-untyped-def, override]

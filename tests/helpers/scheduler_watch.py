@@ -25,7 +25,7 @@ from enginewright.runtime.sampling.sampling import (
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.dims import SPLIT_TOKENS
 from enginewright.runtime.step.sequence import TokenSequence
-from enginewright.runtime.step.step_plan import StepPlan
+from enginewright.runtime.step.step_plan import RowPurpose, StepPlan
 from enginewright.runtime.step.work_class import BEST_EFFORT, DEFAULT_WORK, WorkClass
 
 BLOCK, LONGEST, VOCAB, STOP = 4, 40, 50, 49
@@ -153,39 +153,47 @@ class Watch:
             assert oldest is None and (self.under_way or not self.alive), "a sequence was left behind"
             return None
         self.num_steps += 1
-        self.num_computed += plan.sizes.tokens
+        self.num_computed += plan.inputs.sizes.tokens
         late = [sequence for sequence, bound in self.alive.items() if self.num_steps > bound]
         assert not (late and alike), "a sequence was starved"
-        parts = {part.sequence for part in plan.parts}
+        parts = {part.sequence for part in plan.scheduled}
         assert parts and (oldest is None or oldest in parts), "the oldest stands still"
-        paced = any(part.sequence.effective_priority < BEST_EFFORT for part in plan.parts[: plan.num_decodes])
+        paced = any(part.sequence.effective_priority < BEST_EFFORT for part in plan.scheduled[: plan.num_decodes])
         if self.chunk is not None and paced:
-            others = plan.parts[plan.num_decodes :]
+            others = plan.scheduled[plan.num_decodes :]
             prompts = [part for part in others if not (part.sequence.draft_tokens or part.sequence in computing_again)]
             cost = sum(part.num_tokens * cost_at(part.first) for part in prompts)
             assert cost <= self.chunk or sum(part.num_tokens for part in prompts) == 1
         self._check_tokens(plan)
         for index in range(len(self.groups)):
             self._check_blocks(plan, index)
-        accepted = [self._sample(sequence) for sequence in plan.sampling]
-        scored = {row for row, _, _ in plan.prompt_rows}
-        sampled_rows = [row for row in range(len(plan.requests)) if row not in scored]
+        accepted = [self._sample(sequence) for sequence in plan.rows.sequences]
+        scored = {place for place, row in enumerate(plan.rows.rows) if row.purpose is RowPurpose.SCORE_PROMPT}
+        assert plan.rows.has_other_rows == bool(scored)
+        assert [row.request for row in plan.rows.rows] == list(plan.rows.requests)
+        sampled_rows = [row for row in range(len(plan.rows.requests)) if row not in scored]
         rows_of = [
             (one.request, one.draft_tokens[:count])
-            for one in plan.sampling
+            for one in plan.rows.sequences
             for count in range(1 + len(one.draft_tokens))
         ]
-        assert [what_for(plan.requests[row]) for row in sampled_rows] == rows_of
-        assert list(plan.verifying) == [sequence for sequence in plan.sampling if sequence.draft_tokens]
-        owners = [part.sequence.request for part in plan.parts for _ in range(part.num_logit_rows)]
-        rows = [row for row, owner in zip(plan.inputs["logit_rows"], owners, strict=True) if owner is not None]
-        assert len(rows) == len(plan.requests)
-        for row, sequence, position in plan.prompt_rows:
-            request = plan.requests[row]
+        assert [what_for(plan.rows.requests[row]) for row in sampled_rows] == rows_of
+        drafts = [tuple(sequence.draft_tokens) for sequence in plan.rows.sequences]
+        assert list(plan.rows.draft_tokens) == (drafts if any(drafts) else [])
+        owners = [part.sequence.request for part in plan.scheduled for _ in range(part.num_logit_rows)]
+        rows = [row for row, owner in zip(plan.inputs.arrays["logit_rows"], owners, strict=True) if owner is not None]
+        assert len(rows) == len(plan.rows.requests)
+        for row in scored:
+            request, sequence = plan.rows.requests[row], plan.rows.rows[row].sequence
+            position = plan.rows.rows[row].index
             assert isinstance(request, PromptToken) and request.token == self.tokens[sequence][position]
-            assert plan.inputs["positions"][rows[row]] == position - 1
+            assert plan.inputs.arrays["positions"][rows[row]] == position - 1
             self.scored.setdefault(sequence, set()).add(position)
-        ends = [part.end - len(part.sequence.draft_tokens) for part in plan.parts if part.sequence in plan.sampling]
+        ends = [
+            part.end - len(part.sequence.draft_tokens)
+            for part in plan.scheduled
+            if part.sequence in plan.rows.sequences
+        ]
         self.under_way.append((plan, accepted, ends))
         return plan
 
@@ -205,15 +213,14 @@ class Watch:
     def commit(self) -> None:
         """Of the steps under way, the oldest."""
         plan, accepted, ends = self.under_way.popleft()
-        for _, sequence, position in plan.prompt_rows:
-            sequence.needs_prompt_logits = position + 1 < sequence.num_prompt_tokens
-        for sequence in plan.sampling:
+        for sequence in plan.rows.sequences:
             if sequence in self.scored:
                 assert self.scored[sequence] >= set(range(1, sequence.num_prompt_tokens)), "before its first token"
-        over = {part.sequence: part.sequence.finish_reason for part in plan.parts}
+        over = {part.sequence: part.sequence.finish_reason for part in plan.scheduled}
         self.num_wasted += sum(reason is not None for reason in over.values())
         ended = self.scheduler.commit(plan, accepted)
-        for sequence, tokens, end in zip(plan.sampling, accepted, ends, strict=True):
+        drafts = plan.rows.draft_tokens or [()] * len(accepted)
+        for sequence, tokens, end, draft in zip(plan.rows.sequences, accepted, ends, drafts, strict=True):
             whole, known = self.tokens[sequence], sequence.token_ids
             if over[sequence]:
                 assert sequence.finish_reason == over[sequence] and sequence not in ended
@@ -228,7 +235,7 @@ class Watch:
                 assert known == whole[: end + len(ids)] and known[-len(ids) :] == ids
                 assert sequence.finish_reason == ("stop" if stopped else "length" if full else None)
                 assert (sequence in ended) == (stopped or full)
-                if sequence in plan.verifying and sequence.is_running:
+                if draft and sequence.is_running:
                     self._check_taken_back(sequence)
         for sequence in ended:
             assert sequence.finish_reason is not None and not sequence.held
@@ -266,30 +273,30 @@ class Watch:
                 assert held.checkpoint is None, "a copy of a state from before guesses is still held"
 
     def _check_tokens(self, plan: StepPlan) -> None:
-        sizes, inputs = plan.sizes, plan.inputs
+        sizes, inputs = plan.inputs.sizes, plan.inputs.arrays
         assert sizes.dims == self.limits.dims
         for name, count, limit in zip(sizes.dims, sizes.counts, self.limits.counts, strict=True):
             assert 0 <= count <= limit, name
-        assert sizes.tokens == sum(part.num_tokens for part in plan.parts) == len(inputs["tokens"])
-        assert sizes.sequences == len(plan.parts) == len({part.sequence for part in plan.parts})
-        assert all(part.num_tokens > 0 for part in plan.parts)
-        ends = [part.end for part in plan.parts]
-        guesses = [len(part.sequence.draft_tokens) for part in plan.parts]
+        assert sizes.tokens == sum(part.num_tokens for part in plan.scheduled) == len(inputs["tokens"])
+        assert sizes.sequences == len(plan.scheduled) == len({part.sequence for part in plan.scheduled})
+        assert all(part.num_tokens > 0 for part in plan.scheduled)
+        ends = [part.end for part in plan.scheduled]
+        guesses = [len(part.sequence.draft_tokens) for part in plan.scheduled]
         lengths = [  # before it
-            part.sequence.num_tokens - (1 + count) * (part.sequence in plan.sampling)
-            for part, count in zip(plan.parts, guesses, strict=True)
+            part.sequence.num_tokens - (1 + count) * (part.sequence in plan.rows.sequences)
+            for part, count in zip(plan.scheduled, guesses, strict=True)
         ]
         decoding = [
             part.first + 1 == length and not count
-            for part, length, count in zip(plan.parts, lengths, guesses, strict=True)
+            for part, length, count in zip(plan.scheduled, lengths, guesses, strict=True)
         ]
         assert decoding == sorted(decoding, reverse=True), "decodes go first"
         assert plan.num_decodes == sum(decoding)
         starts = inputs["query_start"].tolist()
-        assert starts[0] == 0 and np.diff(starts).tolist() == [part.num_tokens for part in plan.parts]
+        assert starts[0] == 0 and np.diff(starts).tolist() == [part.num_tokens for part in plan.scheduled]
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in inputs.values())
         rows: list[int] = []
-        for part, length, start, end in zip(plan.parts, lengths, starts, starts[1:], strict=False):
+        for part, length, start, end in zip(plan.scheduled, lengths, starts, starts[1:], strict=False):
             sequence, first, last = part.sequence, part.first, part.end
             assert sequence.finish_reason is None and last == sequence.num_computed_tokens
             assert inputs["positions"][start:end].tolist() == list(range(first, last))
@@ -310,42 +317,42 @@ class Watch:
         if token >= 0:
             return token
         plan, accepted, _ = self.under_way[-1]
-        assert plan.requests[-1 - token] is sequence.request
-        (sampled,) = accepted[plan.sampling.index(sequence)]
+        assert plan.rows.requests[-1 - token] is sequence.request
+        (sampled,) = accepted[plan.rows.sequences.index(sequence)]
         return sampled.token
 
     def _check_states(self, plan: StepPlan, index: int) -> None:
-        pool, slots = self.pools[index], plan.inputs[f"state_slots.{index}"].tolist()
+        pool, slots = self.pools[index], plan.inputs.arrays[f"state_slots.{index}"].tolist()
         holders = self._check_holders(index)
-        for source, target in plan.copies[index]:
+        for source, target in plan.inputs.copies[index]:
             pool[target] = pool[source]
-        pool[plan.new_blocks[index]] = 0
-        assert len(slots) == len(plan.parts) == len(set(slots))
-        for part, slot in zip(plan.parts, slots, strict=True):
+        pool[plan.inputs.new_blocks[index]] = 0
+        assert len(slots) == len(plan.scheduled) == len(set(slots))
+        for part, slot in zip(plan.scheduled, slots, strict=True):
             expected = [0, *self.content(part.sequence, part.end)]
             assert holders[slot] == {part.sequence}
             assert pool[slot] == expected[part.first] or part.sequence in self.poisoned, "a state of other tokens"
             pool[slot] = expected[part.end]
 
     def _check_blocks(self, plan: StepPlan, index: int) -> None:
-        kv, pool, inputs = self.groups[index], self.pools[index], plan.inputs
+        kv, pool, inputs = self.groups[index], self.pools[index], plan.inputs.arrays
         if not isinstance(kv, PagedCache):
             return self._check_states(plan, index)
         holders = self._check_holders(index)
-        for source, target in plan.copies[index]:
+        for source, target in plan.inputs.copies[index]:
             pool[target * kv.block_size :][: kv.block_size] = pool[source * kv.block_size :][: kv.block_size]
-        for block in plan.new_blocks[index]:
+        for block in plan.inputs.new_blocks[index]:
             pool[block * kv.block_size :][: kv.block_size] = BLANK
         slots, table = inputs[f"slots.{index}"], inputs[f"block_table.{index}"]
         assert len(set(slots.tolist())) == len(slots) and slots.min() >= 0 and slots.max() < len(pool)
-        assert table.shape == (len(plan.parts), plan.sizes["kv_blocks"])
+        assert table.shape == (len(plan.scheduled), plan.inputs.sizes["kv_blocks"])
         starts = inputs["query_start"].tolist()
-        for part, start, end in zip(plan.parts, starts, starts[1:], strict=False):
+        for part, start, end in zip(plan.scheduled, starts, starts[1:], strict=False):
             sequence, here = part.sequence, slots[start:end]
             written = set((here // kv.block_size).tolist())
             assert all(holders[block] == {sequence} for block in written), "a block of others is written into"
             pool[here] = self.content(sequence, part.end)[part.first :]
-        for row, part in enumerate(plan.parts):
+        for row, part in enumerate(plan.scheduled):
             first, end = part.first, part.end
             lowest = max(0, first - kv.window + 1) if kv.window else 0
             seen = np.array([*range(min(kv.kept_tokens, lowest)), *range(lowest, end)])

@@ -33,7 +33,7 @@ from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import plan_memory
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import Draw
-from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 
 HUGE_PAGE_BYTES = 2 << 20
 KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hold
@@ -105,7 +105,7 @@ class CpuExecutor:
             ) from error
         engine.file.check_unchanged()  # or what was read is not what was opened
 
-    def run(self, plan: StepPlan) -> StepOutputs:
+    def run(self, inputs: StepInputs) -> StepOutputs:
         """One step.
 
         Returns:
@@ -114,10 +114,10 @@ class CpuExecutor:
         Raises:
             CorruptEngineError: the mapped file has changed. Nothing that was computed with other bytes is returned.
         """
-        self._executor.run(self._prepare(plan), plan.sizes.counts)
+        self._executor.run(self._prepare(inputs), inputs.sizes.counts)
         self._check_weights()
-        hidden = None if self._hidden is None else self._hidden[: plan.sizes.tokens]
-        return StepOutputs(self._logits[: plan.sizes.logit_rows], hidden)
+        hidden = None if self._hidden is None else self._hidden[: inputs.sizes.tokens]
+        return StepOutputs(self._logits[: inputs.sizes.logit_rows], hidden)
 
     def close(self) -> None:
         """Memory goes with the executor."""
@@ -127,27 +127,27 @@ class CpuExecutor:
         """`_cpu.sample`, by this executor's threads."""
         return self._executor.sample
 
-    def profile(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.void]]:
+    def profile(self, inputs: StepInputs) -> tuple[NDArray[np.int64], NDArray[np.void]]:
         """One step, measured.
 
         Returns:
             Of each kernel of the engine's plan: nanoseconds; and its work, a struct of what it touches and computes
             (struct Work in csrc/cpu/kernel.h).
         """
-        profile = self._executor.profile(self._prepare(plan), plan.sizes.counts)
+        profile = self._executor.profile(self._prepare(inputs), inputs.sizes.counts)
         self._check_weights()
         return profile
 
-    def _prepare(self, plan: StepPlan) -> list[NDArray[np.int32]]:
+    def _prepare(self, inputs: StepInputs) -> list[NDArray[np.int32]]:
         """Copy and zero blocks and slots, and write what the plan is given; the step's arrays, in order."""
-        for pool, copies, new in zip(self.pools, plan.copies, plan.new_blocks, strict=True):
+        for pool, copies, new in zip(self.pools, inputs.copies, inputs.new_blocks, strict=True):
             if copies:
                 pool.copy(copies)
             if new:
                 pool.scrub(new)
         if self._hidden_before is not None:
-            self._hidden_before[: plan.sizes.tokens] = plan.hidden
-        return [plan.inputs[name] for name in self._inputs]
+            self._hidden_before[: inputs.sizes.tokens] = inputs.hidden
+        return [inputs.arrays[name] for name in self._inputs]
 
     def _buffer(self, index: int) -> NDArray[np.float32]:
         """All rows of a buffer of fp32, where the executor has it."""

@@ -44,7 +44,7 @@ from enginewright.runtime.device.memory_plan import limits_of, place_bytes, plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampling import MAX_LOGPROBS, Draw, Entries, Fields
 from enginewright.runtime.sampling.token_mask import Mask
-from enginewright.runtime.step.step_plan import StepOutputs, StepPlan
+from enginewright.runtime.step.inputs import Arrays, StepInputs, StepOutputs
 
 RESERVED_BYTES = 256 << 20  # of the GPU's memory, for code, graphs and what the driver takes
 FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
@@ -141,19 +141,19 @@ class CudaExecutor:
         for count in self._buckets:
             self._graph(count)
 
-    def run(self, plan: StepPlan) -> StepOutputs:
+    def run(self, inputs: StepInputs) -> StepOutputs:
         """Begin one step. It is done when its logits, or the tokens that were sampled from them, have been read."""
         self.device.bind()
-        sizes = plan.sizes
-        if any(plan.copies):
-            for memory, copies in zip(self.place_memory, plan.copies, strict=True):
+        sizes = inputs.sizes
+        if any(inputs.copies):
+            for memory, copies in zip(self.place_memory, inputs.copies, strict=True):
                 memory.copy(copies)
         # A state begins with zeros. New blocks need none: attention reads no position that its queries do not see.
         for group in self._states:
-            self.place_memory[group].zero(plan.new_blocks[group])
-        self._inputs.upload(plan.inputs, sizes)
-        if plan.hidden is not None:
-            self._write(self.plan.given[HIDDEN_BEFORE], plan.hidden)
+            self.place_memory[group].zero(inputs.new_blocks[group])
+        self._inputs.upload(inputs.arrays, sizes)
+        if inputs.hidden is not None:
+            self._write(self.plan.given[HIDDEN_BEFORE], inputs.hidden)
         bucket = bucket_of(sizes, self._buckets)
         if bucket is not None:
             self._graph(bucket)()
@@ -263,15 +263,15 @@ class _Inputs:
         self._tables = {entry.name: offsets[entry.name] for entry in tables}
         self._last: dict[str, NDArray[np.int32]] = {}  # tables, as they are on the device
 
-    def upload(self, inputs: dict[str, NDArray[np.int32]], sizes: StepSizes) -> None:
+    def upload(self, arrays: Arrays, sizes: StepSizes) -> None:
         host, words, is_read = next(self._slots)
         self._device.wait(is_read)
         words[: len(sizes.counts)] = sizes.counts
         for name, at in self._vectors.items():
-            values = inputs[name]
+            values = arrays[name]
             words[at : at + len(values)] = values
         for name, start in self._tables.items():
-            values = inputs[name]
+            values = arrays[name]
             if values is not self._last.get(name):  # whoever changes a table makes a new one
                 self._last[name] = values
                 end = start + values.nbytes

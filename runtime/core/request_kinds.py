@@ -1,0 +1,206 @@
+"""Kinds of requests: what becomes of the tokens that are sampled for them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from enginewright.runtime.core.outputs import Delta, merge
+from enginewright.runtime.core.request import Request
+from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.scheduler.scheduler import Scheduler
+from enginewright.runtime.speculation.speculator import Speculator
+from enginewright.runtime.step.sequence import TokenSequence
+
+Outputs = list[tuple[Request, Delta]]
+
+
+def failed(count: int, reason: str, stop_reason: str | None = None) -> list[Delta]:
+    """Makes the deltas of choices that come to nothing.
+
+    Args:
+        count: number of choices.
+        reason: "error" or "abort".
+        stop_reason: kind of error.
+    """
+    return [Delta(index, "", (), reason, stop_reason) for index in range(count)]
+
+
+class LiveSequences:
+    """Begins and ends sequences, in the scheduler and wherever else something is kept for them."""
+
+    def __init__(self, scheduler: Scheduler, speculator: Speculator | None) -> None:
+        self.scheduler = scheduler
+        self._speculator = speculator
+        self.receivers: dict[TokenSequence, RequestKind] = {}  # of each sequence that has not ended
+        self.kinds: dict[Request, RequestKind] = {}  # of each request that has not ended
+
+    def __contains__(self, sequence: TokenSequence) -> bool:
+        return sequence in self.receivers
+
+    def clear(self) -> None:
+        """Drops all of them, since kinds of requests refer to what they run in."""
+        self.receivers.clear()
+        self.kinds.clear()
+
+    def begin(self, sequence: TokenSequence, receiver: "RequestKind") -> None:
+        """Queues a new sequence."""
+        self.receivers[sequence] = receiver
+        self.scheduler.add(sequence)
+        if sequence.grammar is not None:
+            sequence.grammar.begin()
+
+    def fork(self, parent: TokenSequence, child: TokenSequence) -> None:
+        """Lets a new beam go on from a parked one."""
+        self.receivers[child] = self.receivers[parent]
+        self.scheduler.fork(parent, child)
+
+    def finish(self, sequence: TokenSequence, reason: str) -> None:
+        """Ends a sequence; one that the scheduler has ended with another reason has this one from now on."""
+        self.scheduler.finish(sequence, reason, replace=True)
+        self.forget(sequence)
+
+    def abort(self, sequences: Sequence[TokenSequence]) -> None:
+        """Ends those that go on."""
+        for sequence in sequences:
+            self.scheduler.finish(sequence, "abort")
+            if sequence in self.receivers:
+                self.forget(sequence)
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """Drops what is kept for a sequence that has ended."""
+        del self.receivers[sequence]
+        if sequence.grammar is not None:
+            sequence.grammar.end()
+        if self._speculator is not None and not sequence.is_beam:
+            self._speculator.end(sequence)
+
+
+class RequestKind(ABC):
+    """A request while it runs. It lives as long as the engine's core works on it, and a Request may live longer."""
+
+    def __init__(self, request: Request, live: LiveSequences) -> None:
+        self.request, self._live = request, live
+
+    def begin(self) -> None:
+        """Queues its sequences."""
+        self._live.kinds[self.request] = self
+        for completion in self.request.completions:
+            self._live.begin(completion.sequence, self)
+
+    @abstractmethod
+    def on_sampled(
+        self, sequence: TokenSequence, tokens: tuple[SampledToken, ...], now: float, outputs: Outputs
+    ) -> int:
+        """Takes over the tokens that a step has sampled for one of its sequences.
+
+        Args:
+            tokens: one, or several where draft tokens were right.
+            now: by time.perf_counter, in seconds.
+            outputs: gets what the tokens add to the request's answer.
+
+        Returns:
+            The number of tokens that count as generated.
+        """
+
+    def has_nan_prompt(self, sequence: TokenSequence) -> bool:
+        """True where log-probabilities of a prompt were asked for, and one of them is NaN; of its first sequence."""
+        request = self.request
+        if not request.prompt_logprobs or request.completions[0].sequence is not sequence:
+            return False
+        return any(token is not None and token.is_nan for token in request.prompt_logprobs)
+
+    def _finish(self) -> None:
+        """Notes that no delta comes any more."""
+        self.request.finished = True
+        self._live.kinds.pop(self.request, None)
+
+    @abstractmethod
+    def abort(self) -> list[Delta]:
+        """Ends what goes on of it, and returns the last deltas."""
+
+
+class Plain(RequestKind):
+    """Each completion is a choice, and is shown as it is written."""
+
+    def __init__(self, request: Request, live: LiveSequences) -> None:
+        super().__init__(request, live)
+        self._completions = {completion.sequence: completion for completion in request.completions}
+
+    def on_sampled(
+        self, sequence: TokenSequence, tokens: tuple[SampledToken, ...], now: float, outputs: Outputs
+    ) -> int:
+        request, delta = self.request, self._completions[sequence].write(tokens)
+        if delta.finish_reason is not None or request.first_token_s is None:
+            self._follow(sequence, delta, now)
+        outputs.append((request, delta))
+        return len(delta.tokens)
+
+    def abort(self) -> list[Delta]:
+        deltas = []
+        for sequence, completion in self._completions.items():
+            if sequence in self._live:
+                self._live.finish(sequence, "abort")
+                deltas.append(Delta(completion.index, "", (), "abort"))
+        self._finish()
+        return deltas
+
+    def _follow(self, sequence: TokenSequence, delta: Delta, now: float) -> None:
+        """Notes the time of the first token and of the last one, and ends what the delta ends."""
+        request = self.request
+        if request.first_token_s is None:
+            request.first_token_s = now - request.arrived_at
+        if delta.finish_reason is not None:
+            self._live.finish(sequence, delta.finish_reason)
+            if all(completion.finished for completion in request.completions):
+                request.total_s = now - request.arrived_at
+                self._finish()
+
+
+class BestOf(Plain):
+    """Completions of which the n with the highest cumulative log-probability are shown, once all are whole."""
+
+    def __init__(self, request: Request, live: LiveSequences) -> None:
+        super().__init__(request, live)
+        self._num_unfinished = len(request.completions)
+        self._deltas: list[Delta] = []
+
+    def on_sampled(
+        self, sequence: TokenSequence, tokens: tuple[SampledToken, ...], now: float, outputs: Outputs
+    ) -> int:
+        delta = self._completions[sequence].write(tokens)
+        self._follow(sequence, delta, now)
+        if shown := self._add(delta):
+            self._end()
+            outputs += [(self.request, one) for one in shown]
+        return len(delta.tokens)
+
+    def abort(self) -> list[Delta]:
+        self._end()
+        return failed(self.request.params.n, "abort")
+
+    def _end(self) -> None:
+        self._live.abort(list(self._completions))
+        self._finish()
+
+    def _add(self, delta: Delta) -> list[Delta]:
+        """Keeps what came to a candidate.
+
+        Returns:
+            The deltas of the best, best first, once all are whole; or of failed choices, once one has failed.
+        """
+        num_choices = self.request.params.n
+        if delta.finish_reason == "error":
+            assert delta.stop_reason is None or isinstance(delta.stop_reason, str)
+            return failed(num_choices, "error", delta.stop_reason)
+        self._deltas.append(delta)
+        self._num_unfinished -= delta.finish_reason is not None
+        if self._num_unfinished:
+            return []
+        best = sorted(merge(self._deltas), key=lambda one: -_logprob(one.tokens))[:num_choices]
+        return [
+            Delta(index, one.text, one.tokens, one.finish_reason, one.stop_reason) for index, one in enumerate(best)
+        ]
+
+
+def _logprob(tokens: Sequence[SampledToken]) -> float:
+    """Log-probability of all tokens together."""
+    return sum(token.logprob or 0.0 for token in tokens)
