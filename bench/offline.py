@@ -13,7 +13,7 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.config import SPECULATE
 from enginewright.runtime.core.outputs import RequestOutput
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.speculation.stats import SpeculationStats
 from enginewright_bench.figures import PERCENTILE_METHOD, Distribution
 from enginewright_bench.machine_facts import machine_facts

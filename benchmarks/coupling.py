@@ -33,7 +33,8 @@ from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.devices import Executor, open_executor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import Sampler, SamplingRequest
+from enginewright.runtime.sampling.request import SamplingRequest
+from enginewright.runtime.sampling.sampler import Sampler
 from enginewright.runtime.speculation.draft import LEVELS
 
 Floats = NDArray[np.float64]

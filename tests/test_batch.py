@@ -20,7 +20,7 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.commands import batch
 from enginewright.runtime.commands.batch import read_requests, run_batch
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from tests.helpers.outputs import NULL, make_device, read_end, start_engine
 from tests.helpers.serving import tiny_engine
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from enginewright import LLM, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.runtime.core.beam_scorer import BeamScorer, EarlyStopping
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from tests import tolerances
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.late_executor import LateExecutor

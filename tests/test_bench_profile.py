@@ -17,7 +17,7 @@ from enginewright.plan import WeightOperand
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright_bench import profile, roofline
 from enginewright_bench.profile import (

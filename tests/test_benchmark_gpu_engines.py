@@ -12,7 +12,7 @@ from enginewright.builder import build
 from enginewright.runtime.core import engine_core as core
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 from tests.helpers.gpu_report import reported
 from tests.helpers.ladder import Ladder

@@ -33,7 +33,8 @@ from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.cuda.executor import BUCKETS, CudaExecutor, DeviceRows, bucket_of, buckets_for
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import Entries, Fields, SampledToken, SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.sampler import Entries, Fields, SampledToken
 from enginewright.runtime.sampling.token_mask import Mask
 from tests import tolerances
 from tests.emulator.device import EmulatedDevice, device_for

@@ -17,15 +17,9 @@ from enginewright.plugins.kernel import Matrix, Specialization
 from enginewright.plugins.sampling_cuda import SAMPLING_SOURCES, THREADS, sampling_launch
 from enginewright.runtime.device.cuda.device import Bytes
 from enginewright.runtime.device.cuda.sampling import SAMPLED_ROW, TOPS, DeviceSampler, SamplerLimits
-from enginewright.runtime.sampling.sampling import (
-    Entries,
-    Fields,
-    SampledToken,
-    Sampler,
-    SamplingParams,
-    SamplingRequest,
-    _Batch,
-)
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.request import SamplingRequest
+from enginewright.runtime.sampling.sampler import Entries, Fields, SampledToken, Sampler, _Batch
 from enginewright.runtime.sampling.token_mask import Mask, num_words
 from tests.emulator.device import EmulatedDevice
 from tests.emulator.kernels import SCHEDULES, EmulationError, Kernels

@@ -17,7 +17,7 @@ from enginewright.runtime.core.outputs import CompletionOutput, to_dicts
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 from tests.tolerances import LOGPROB
 

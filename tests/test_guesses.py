@@ -13,7 +13,8 @@ from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.outputs import Delta, merge
 from enginewright.runtime.core.request import Request
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.sampler import SampledToken
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LIMITS: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1}

@@ -14,7 +14,7 @@ from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.core.outputs import RequestOutput
 from enginewright.runtime.device.memory_plan import limits_of, sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from tests.helpers.engines import built
 from tests.helpers.tiny import tiny_checkpoint
 

@@ -13,7 +13,7 @@ from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 LIMITS = {"max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 24, "threads": 1}

@@ -34,7 +34,7 @@ from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.device.cuda.places import DevicePlaces
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingRequest
+from enginewright.runtime.sampling.request import SamplingRequest
 from enginewright.runtime.scheduler import stored
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.step.sequence import TokenSequence

@@ -11,7 +11,9 @@ import pytest
 
 from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.runtime.sampling.sampling import IN_FLIGHT, SampledToken, Sampler, SamplingParams, SamplingRequest
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.request import IN_FLIGHT, SamplingRequest
+from enginewright.runtime.sampling.sampler import SampledToken, Sampler
 from tests.helpers.breadth import every_third
 from tests.helpers.ladder import Ladder
 from tests.helpers.sampling_reference import (

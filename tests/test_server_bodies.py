@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from enginewright.runtime.api.llm import LLM
-from enginewright.runtime.sampling import sampling
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling import request as sampling_request
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server import protocol
 from enginewright.runtime.server.protocol import MAX_CONTAINERS, SAMPLING, UNREAD
@@ -94,14 +94,14 @@ def test_long_lists_are_refused_by_their_length(server: Running, key: str, value
 
 def test_allowed_tokens_are_looked_at_once_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many answers it has: 128 of a large vocabulary took minutes."""
-    calls, made = 0, sampling.mask_of
+    calls, made = 0, sampling_request.mask_of
 
     def counting(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         return made(*arguments)
 
-    monkeypatch.setattr(sampling, "mask_of", counting)
+    monkeypatch.setattr(sampling_request, "mask_of", counting)
     with LLM(tiny_engine(), **LIMITS) as llm:
         params = SamplingParams(n=8, max_tokens=2, allowed_token_ids=[7, 9], seed=1)
         (output,) = llm.generate("x", params)

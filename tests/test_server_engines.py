@@ -25,7 +25,7 @@ from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.engines import Engines, files_of
 from enginewright.runtime.server.log import STDERR, log_to

@@ -14,7 +14,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.metrics import Histogram, token_bounds
 from tests.helpers.serving import COMPLETIONS, LENGTH, LIMITS, Running, running, tiny_engine, wait_until

@@ -11,7 +11,7 @@ from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.devices import open_engine, open_executor
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
 
 PROMPT = [5, 77, 300, 2, 9, 11, 250, 43, 8, 8, 101]

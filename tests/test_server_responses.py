@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from enginewright.errors import UsageError
 from enginewright.runtime.core.outputs import Delta, merge
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.form import Choice, PromptPart
 from enginewright.runtime.server.responses_store import ResponseStore, StoredResponse

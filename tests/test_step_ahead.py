@@ -17,7 +17,8 @@ from enginewright.runtime.core.request import Request
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.memory_plan import limits_of, sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.sampler import SampledToken
 from tests.helpers.engines import built
 from tests.helpers.ladder import Ladder
 from tests.helpers.late_executor import LateExecutor

@@ -19,7 +19,7 @@ from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.grammar.grammar_protocol import LIMITS as LEXER_LIMITS
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.sampling.token_mask import WORD_BITS, Mask
 from tests.helpers.late_executor import LateExecutor
 from tests.helpers.schemas import BOUNDED, check_answers

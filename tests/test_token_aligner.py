@@ -3,7 +3,7 @@
 import pytest
 
 from enginewright.runtime.core.outputs import Delta, merge
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.server.form import Choice, PromptPart
 from enginewright.runtime.server.token_aligner import TokenAligner
 from enginewright.runtime.text.messages.formats import new_parser

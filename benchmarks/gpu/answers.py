@@ -13,7 +13,7 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.device.devices import open_engine
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from tests.helpers.ladder import Ladder
 from tests.helpers.tiny import VOCAB_SIZE
 

@@ -20,7 +20,7 @@ from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.request import Request
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 
 class Ours:

@@ -15,7 +15,7 @@ from enginewright.builder.progress import Progress, Silent
 from enginewright.errors import EngineError
 from enginewright.passes.quant import W8A8
 from enginewright.runtime.api.llm import LLM
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 BATCH = 32  # sequences in a step

@@ -18,7 +18,7 @@ from enginewright.passes.streaming import stream
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.commands.quality import Full, Needle, Writing, rounded
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 NEEDLE_LENGTHS = (256, 1024, 4096)  # tokens of the texts
 NEEDLE_DEPTHS = (0.1, 0.5, 0.9)  # positions of the number, as a share of the text

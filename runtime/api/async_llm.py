@@ -26,7 +26,7 @@ from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.device.devices import open_engine
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import RequestOutputKind, SamplingParams
+from enginewright.runtime.sampling.parameters import RequestOutputKind, SamplingParams
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.sampling.token_mask import Grammar
 from enginewright.runtime.step.work_class import DEFAULT_WORK, WorkClass

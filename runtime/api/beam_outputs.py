@@ -7,7 +7,7 @@ from typing import Any
 from enginewright.runtime.checks import require_known
 from enginewright.runtime.core.beam_scorer import EarlyStopping
 from enginewright.runtime.core.outputs import Logprob, RequestOutput
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class BeamSearchParams:
     ignore_eos: bool = False  # True goes on after the model's end-of-text tokens
     temperature: float = 0.0  # must be 0, since nothing is sampled
     length_penalty: float = 1.0  # exponent of the length in an answer's score; above 0 it favours long answers
-    early_stopping: EarlyStopping = False  # condition that ends the search: True, False or "never" (beam_search.py)
+    early_stopping: EarlyStopping = False  # condition that ends the search: True, False or "never" (beam_scorer.py)
 
     def __new__(cls, *args: Any, **options: Any) -> "BeamSearchParams":
         """Refuses unknown names with a UsageError; `__init__` would raise a TypeError."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from enginewright.runtime.core.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from enginewright.runtime.core.request import Request
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 

@@ -55,7 +55,7 @@ from enginewright.runtime.core.request import OutputSink
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.device.devices import open_engine
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.step.work_class import WorkClass
 from enginewright.runtime.text.tokenizer import Tokenizer
 

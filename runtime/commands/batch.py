@@ -29,7 +29,8 @@ from enginewright.runtime.commands.batch_answers import AnswerKey, AnswerWriter,
 from enginewright.runtime.core.outputs import CompletionOutput, Delta, Logprob, RequestOutput, to_dicts
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.core.prompts import Prompt
-from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.server.chat import CHAT_KEYS, ChatForm
 from enginewright.runtime.server.completions import COMPLETION_KEYS, CompletionBody, CompletionForm
 from enginewright.runtime.server.errors import ApiError, answer_error, from_engine

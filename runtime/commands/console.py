@@ -11,7 +11,7 @@ from enginewright.printable import printable
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.core.outputs import DETOKENIZER, Delta, to_dicts
 from enginewright.runtime.core.prompts import Prompt
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 
 def print_json(llm: LLM, question: Prompt, params: SamplingParams, *, default_limit: int | None) -> None:

@@ -15,7 +15,7 @@ from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.core.prompts import Conversation, PromptTooLongError
 from enginewright.runtime.device.devices import open_engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.text.messages.formats import new_parser
 from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
 from enginewright.runtime.text.tokenizer import Tokenizer

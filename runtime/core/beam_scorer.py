@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 
 EarlyStopping = bool | Literal["never"]
 

@@ -7,7 +7,7 @@ from enginewright.runtime.core.beam_scorer import Beam, BeamScorer
 from enginewright.runtime.core.outputs import NAN_LOGITS, Delta
 from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.request_kinds import LiveSequences, Outputs, RequestKind, failed
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.text.detokenizer import Detokenizer
 

@@ -4,7 +4,8 @@ import logging
 from dataclasses import dataclass
 
 from enginewright.runtime.core.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta, ends_of
-from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.text.detokenizer import Detokenizer, StopStrings
 

@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.runtime.sampling.sampling import DroppedRow, Logits, SampledToken, Sampler
+from enginewright.runtime.sampling.request import DroppedRow
+from enginewright.runtime.sampling.sampler import Logits, SampledToken, Sampler
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_plan import LogitRows

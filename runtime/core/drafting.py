@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from enginewright.runtime.sampling.sampling import SampledToken, Sampler
+from enginewright.runtime.sampling.sampler import SampledToken, Sampler
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.speculation.speculator import Speculator
 from enginewright.runtime.step.inputs import StepOutputs

@@ -29,15 +29,9 @@ from enginewright.runtime.core.storage import open_disk, open_kv_events
 from enginewright.runtime.device.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.grammar.grammars import Grammars
-from enginewright.runtime.sampling.sampling import (
-    SampledRows,
-    SampledToken,
-    Sampler,
-    SamplingParams,
-    SamplingRequest,
-    TokenRules,
-    new_seed,
-)
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.request import SamplingRequest, TokenRules, new_seed
+from enginewright.runtime.sampling.sampler import SampledRows, SampledToken, Sampler
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.sampling.token_mask import Grammar
 from enginewright.runtime.scheduler.scheduler import Scheduler

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 
 NAN_LOGITS = "nan_logits"  # the model's logits are not numbers
 GRAMMAR = "grammar"  # to follow the grammar takes more than its limits allow

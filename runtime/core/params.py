@@ -4,7 +4,7 @@ from typing import Any
 
 from enginewright.errors import UsageError, shorten
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 SAMPLED_BY = ("top_k", "top_p", "min_p", "seed")  # naming one of these asks for sampling
 

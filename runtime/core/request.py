@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from enginewright.errors import EngineError
 from enginewright.runtime.core.completion import Completion
 from enginewright.runtime.core.outputs import Delta, RequestMetrics
-from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.sampler import SampledToken
 
 # Where a request's deltas go. An error is the last thing that comes: the engine is dead.
 OutputSink = Callable[[Delta | EngineError], None]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from enginewright.runtime.core.outputs import Delta, merge
 from enginewright.runtime.core.request import Request
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.speculation.speculator import Speculator
 from enginewright.runtime.step.sequence import TokenSequence

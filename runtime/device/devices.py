@@ -15,7 +15,7 @@ from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import MemoryPlan
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import Draw
+from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.scheduler.stored import PlaceMemory
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 from enginewright.targets import CPU, CUDA, architectures, choose_code, platforms_of

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from enginewright.runtime.core.prompts import Conversation, Prompt
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.errors import ApiError, overloaded
 
 CHARS_PER_TOKEN = 4  # rough estimate for a text that is not tokenized yet

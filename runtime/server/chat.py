@@ -9,7 +9,8 @@ import msgspec
 
 from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.prompts import ROLES, Conversation, Prompt
-from enginewright.runtime.sampling.sampling import MAX_LOGPROBS, SampledToken
+from enginewright.runtime.sampling.parameters import MAX_LOGPROBS
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, Usage, encode, new_call_id

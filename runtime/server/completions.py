@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from enginewright.runtime.core.prompts import Prompt
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, ChoicesForm, Include, encode, shown
 from enginewright.runtime.server.keys import known_keys

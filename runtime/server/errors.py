@@ -12,7 +12,7 @@ import msgspec
 from enginewright.errors import EngineDeadError, EngineError, UsageError
 from enginewright.runtime.core.outputs import GRAMMAR, NAN_LOGITS
 from enginewright.runtime.core.prompts import PromptTooLongError
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 MAX_MESSAGE_CHARS = 1000
 OVERLOAD_RETRY_S = 1  # Retry-After of an overload, in seconds

@@ -12,7 +12,7 @@ import msgspec
 
 from enginewright.runtime.core.outputs import Delta, RequestMetrics
 from enginewright.runtime.core.prompts import Prompt, text_of
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.text_offsets import TextOffsets
 from enginewright.runtime.server.token_aligner import TokenAligner

@@ -14,7 +14,7 @@ from enginewright.errors import EngineError, UsageError, WorkerLostError
 from enginewright.runtime.api.async_llm import AsyncRequest, Structure
 from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.prompts import Conversation, Prompt
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.admission import Reservation
 from enginewright.runtime.server.errors import ApiError, answer_error, from_engine, internal, shutting_down
 from enginewright.runtime.server.form import Choice, Form, Usage

@@ -28,7 +28,7 @@ from starlette.types import Message, Scope, Send
 from enginewright.printable import printable, printable_json, printable_lines
 from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.stats import Stats
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.errors import ApiError, Headers
 from enginewright.runtime.server.form import Choice
 from enginewright.runtime.server.keys import UnusedKeys

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 
 from enginewright.runtime.core.outputs import Delta
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.server.form import Choice, Form, Include, Usage, new_call_id
 from enginewright.runtime.server.token_aligner import TokenAligner
 from enginewright.runtime.text.messages.calls import Arguments, Call

@@ -15,7 +15,7 @@ import msgspec
 from enginewright.errors import UsageError
 from enginewright.runtime.core.prompts import Prompt
 from enginewright.runtime.grammar.json_schema import held
-from enginewright.runtime.sampling.sampling import MAX_BIASED_TOKENS, MAX_STOPS
+from enginewright.runtime.sampling.parameters import MAX_BIASED_TOKENS, MAX_STOPS
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Include

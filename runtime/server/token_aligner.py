@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.text.messages.parser import Piece, Text
 
 

@@ -19,14 +19,9 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.devices import Executor, open_executor
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import (
-    DraftRow,
-    Logits,
-    SampledToken,
-    Sampler,
-    SamplingParams,
-    SamplingRequest,
-)
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.request import DraftRow, SamplingRequest
+from enginewright.runtime.sampling.sampler import Logits, SampledToken, Sampler
 from enginewright.runtime.speculation.proposer import DraftToken, Proposer
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 from enginewright.runtime.step.packer import Packer

@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.plan import StepSizes
-from enginewright.runtime.sampling.sampling import Logits
+from enginewright.runtime.sampling.sampler import Logits
 
 Arrays = dict[str, NDArray[np.int32]]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from enginewright.runtime.cache.keys import PrefixKeys
-from enginewright.runtime.sampling.sampling import SamplingRequest
+from enginewright.runtime.sampling.request import SamplingRequest
 from enginewright.runtime.sampling.token_mask import Grammar
 from enginewright.runtime.step.work_class import DEFAULT_WORK, WorkClass
 

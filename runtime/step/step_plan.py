@@ -6,7 +6,7 @@ from typing import Self
 
 import msgspec
 
-from enginewright.runtime.sampling.sampling import DroppedRow, RowAfterDraft, RowRequest
+from enginewright.runtime.sampling.request import DroppedRow, RowAfterDraft, RowRequest
 from enginewright.runtime.step.inputs import StepInputs
 from enginewright.runtime.step.sequence import TokenSequence
 

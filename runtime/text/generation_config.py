@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from enginewright.errors import UsageError
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from enginewright.runtime.api.llm import LLM
     from enginewright.runtime.core.outputs import CompletionOutput, RequestOutput
     from enginewright.runtime.core.prompts import TextPrompt, TokensPrompt
-    from enginewright.runtime.sampling.sampling import RequestOutputKind, SamplingParams
+    from enginewright.runtime.sampling.parameters import RequestOutputKind, SamplingParams
     from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
         case "TextPrompt" | "TokensPrompt":
             module = "core.prompts"
         case "RequestOutputKind" | "SamplingParams":
-            module = "sampling.sampling"
+            module = "sampling.parameters"
         case "StructuredOutputsParams":
             module = "sampling.structured_outputs"
         case _:

@@ -147,7 +147,7 @@ def sample(
     rows: SAMPLING_ROW [n]. history: TOKEN_COUNT, the tokens of prompt and output, each once, row after row; biases:
     TOKEN_BIAS likewise; a row's entries end at its history_end and bias_end. allowed: [n, ceil(vocab / 32)], of token t
     bit t % 32 of word t // 32, which is 1 if it may be sampled; None allows all. Returns the fields of SampledToken
-    (runtime/sampling/sampling.py) for each row. ValueError for whatever does not fit.
+    (runtime/sampling/sampler.py) for each row. ValueError for whatever does not fit.
     """
 
 def philox4x32(counter: Sequence[int], key: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import Entries, Fields
+from enginewright.runtime.sampling.sampler import Entries, Fields
 from enginewright.runtime.sampling.token_mask import Mask
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 from tests.helpers.sampling_reference import with_newest

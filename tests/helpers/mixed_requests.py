@@ -11,7 +11,8 @@ from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.outputs import Delta, merge
 from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import SampledToken, SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.speculation.proposer import DraftToken, Proposer
 from enginewright.runtime.step.sequence import TokenSequence
 

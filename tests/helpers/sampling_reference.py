@@ -9,16 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.runtime.sampling.sampling import (
-    IN_FLIGHT,
-    Draw,
-    Entries,
-    Fields,
-    Sampler,
-    SamplingParams,
-    SamplingRequest,
-    _Batch,
-)
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.request import IN_FLIGHT, SamplingRequest
+from enginewright.runtime.sampling.sampler import Draw, Entries, Fields, Sampler, _Batch
 from enginewright.runtime.sampling.token_mask import Mask
 from tests.tolerances import LOGPROB, SAMPLED_SCORE
 

@@ -14,14 +14,9 @@ import numpy as np
 
 from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, StateTensor, StepSizes
 from enginewright.runtime.cache.paged import blocks_of
-from enginewright.runtime.sampling.sampling import (
-    PromptToken,
-    RowAfterDraft,
-    RowRequest,
-    SampledToken,
-    SamplingParams,
-    SamplingRequest,
-)
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.request import PromptToken, RowAfterDraft, RowRequest, SamplingRequest
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.dims import SPLIT_TOKENS
 from enginewright.runtime.step.sequence import TokenSequence

@@ -13,7 +13,7 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.passes.quant import quant_config
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.count import format_bytes
-from enginewright.runtime.sampling.sampling import SamplingParams
+from enginewright.runtime.sampling.parameters import SamplingParams
 from tests.helpers.engine_swaps import swap_engines
 from tests.helpers.serving import LIMITS, running
 

@@ -32,7 +32,7 @@ from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import plan_memory
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import Draw
+from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 
 HUGE_PAGE_BYTES = 2 << 20

@@ -42,7 +42,8 @@ from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, DeviceSamp
 from enginewright.runtime.device.cuda.upload import upload_weights
 from enginewright.runtime.device.memory_plan import limits_of, place_bytes, plan_memory
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling.sampling import MAX_LOGPROBS, Draw, Entries, Fields
+from enginewright.runtime.sampling.parameters import MAX_LOGPROBS
+from enginewright.runtime.sampling.sampler import Draw, Entries, Fields
 from enginewright.runtime.sampling.token_mask import Mask
 from enginewright.runtime.step.inputs import Arrays, StepInputs, StepOutputs
 

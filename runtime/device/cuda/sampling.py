@@ -11,7 +11,8 @@ from enginewright import _cpu
 from enginewright.errors import CorruptEngineError
 from enginewright.plan import Launch
 from enginewright.runtime.device.cuda.device import Device, OnGrid
-from enginewright.runtime.sampling.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_STOPS, Entries, Fields
+from enginewright.runtime.sampling.parameters import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_STOPS
+from enginewright.runtime.sampling.sampler import Entries, Fields
 from enginewright.runtime.sampling.token_mask import Mask, num_words
 
 # As csrc/cuda/sampling.cuh has them; what goes there has the dtypes of `_cpu`.

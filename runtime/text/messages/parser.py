@@ -8,7 +8,7 @@ from itertools import chain, groupby
 
 import msgspec
 
-from enginewright.runtime.sampling.sampling import SampledToken
+from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.text.messages.calls import Arguments, Call, CallFormat, FoundCalls, Schemas, check_calls
 from enginewright.runtime.text.messages.source import Reading, Source
 

@@ -1,0 +1,180 @@
+"""Parameters of a request: how its tokens are sampled, and when it ends."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
+
+from enginewright.runtime.checks import require, require_known, require_number, require_whole
+from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_CHARS = 4096  # of all stop strings of a request together
+MAX_BIASED_TOKENS = 1024
+MAX_BEAMS = 16
+MAX_LENGTH_PENALTY = 10.0
+MAX_PENALTY = 2.0  # frequency and presence, as in OpenAI's API
+MAX_BIAS = 100.0  # likewise
+
+
+class RequestOutputKind(Enum):
+    """What AsyncLLM.generate yields while an answer is written; LLM gives whole answers whatever this is."""
+
+    CUMULATIVE = 0  # the answer so far, each time
+    DELTA = 1  # what is new since the time before
+    FINAL_ONLY = 2  # the whole answer, once
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How a request wants its tokens sampled and when it wants to end; names and defaults as in vLLM.
+
+    They may be changed. A request takes a copy when it is submitted, which is checked as new ones are: a change after
+    that is for later requests.
+
+    Raises:
+        UsageError: a name is none, or a value is of the wrong type or out of its range.
+    """
+
+    n: int = 1  # completions of one prompt
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # the smallest set of the likeliest tokens that has this probability
+    top_k: int = 0  # the likeliest tokens; 0 (or -1) is all
+    min_p: float = 0.0  # tokens at least this likely, relative to the likeliest
+    presence_penalty: float = 0.0  # of tokens in the output
+    frequency_penalty: float = 0.0  # of tokens in the output, for each time
+    repetition_penalty: float = 1.0  # of tokens in prompt and output
+    seed: int | None = None  # None: a new one for each request
+    stop: Sequence[str] = ()  # texts that end it
+    stop_token_ids: Sequence[int] = ()  # tokens that end it
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False  # the model's end-of-text tokens do not end it
+    max_tokens: int | None = 16  # None is up to the model's length, 0 reads the prompt alone
+    min_tokens: int = 0  # before these, neither an end-of-text nor a stop token is sampled
+    logprobs: int | None = None  # None is none; n also names the n likeliest tokens
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of tokens, by id
+    # No others are sampled, so that a completion ends early only if its end is among them; None allows all.
+    allowed_token_ids: Sequence[int] | None = None
+    skip_special_tokens: bool = True  # in the text
+    prompt_logprobs: int | None = None  # as logprobs, for the tokens of the prompt
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
+    structured_outputs: StructuredOutputsParams | None = None  # what the text has to be; a mapping may stand for it
+    best_of: int | None = None  # completions to choose the n of the highest cumulative log-probability from; None: n
+    use_beam_search: bool = False  # the completions are the likeliest ones; best_of, or else n, is the number of beams
+    length_penalty: float = 1.0  # of beam search: above 0 long completions are preferred (beam_scorer.py)
+    early_stopping: bool | Literal["never"] = False  # of beam search: True, False or "never" (beam_scorer.py)
+
+    def __new__(cls, *args: Any, **options: Any) -> "SamplingParams":
+        """Refuses names that are none; `__init__` would raise a TypeError."""
+        require_known(options, cls.__dataclass_fields__, "sampling parameter")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        # As in vLLM, a list may stand for a tuple, a string for one of them, and None for nothing.
+        self.stop = _as_tuple((self.stop,) if isinstance(self.stop, str) else self.stop)
+        self.stop_token_ids = _as_tuple(self.stop_token_ids)
+        self.logit_bias = {} if self.logit_bias is None else self.logit_bias
+        require_whole("n", self.n, 1, MAX_CHOICES)
+        require_number("temperature", self.temperature, 0, 1000)
+        require_number("top_p", self.top_p, 0, 1)
+        require(self.top_p > 0, "top_p", "must be above 0")
+        require_whole("top_k", self.top_k, -1, 2**31 - 1)
+        require_number("min_p", self.min_p, 0, 1)
+        require_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        require_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        require_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        if self.seed is not None:
+            require_whole("seed", self.seed, -(2**63), 2**64 - 1)
+        require(isinstance(self.stop, tuple), "stop", "must be strings")
+        require(
+            all(isinstance(text, str) and text for text in self.stop), "stop", "must hold strings that are not empty"
+        )
+        require(len(self.stop) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
+        stop_chars = sum(map(len, self.stop))
+        require(stop_chars <= MAX_STOP_CHARS, "stop", f"must not hold more than {MAX_STOP_CHARS} characters together")
+        require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be token ids")
+        require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
+        for token in self.stop_token_ids:
+            require_whole("stop_token_ids", token, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            require_whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        require_whole("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
+        require(len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}")
+        self.logit_bias = dict(self.logit_bias)
+        for token, bias in self.logit_bias.items():
+            require_whole("logit_bias", token, 0, 2**31 - 1)
+            require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = ids = _as_tuple(self.allowed_token_ids)
+            whole = isinstance(ids, tuple) and len(ids) > 0 and all(type(token) is int for token in ids)
+            require(whole and min(ids) >= 0, "allowed_token_ids", "must be token ids, one at least")
+        for flag in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            require(isinstance(getattr(self, flag), bool), flag, "must be True or False")
+        require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "must be a RequestOutputKind")
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+            rule = "makes no sense with structured_outputs, which say when the answer ends"
+            require(not self.ignore_eos, "ignore_eos", rule)
+            require(not self.min_tokens, "min_tokens", rule)
+
+        if self.best_of is not None:
+            require_whole("best_of", self.best_of, self.n, MAX_CHOICES)
+        require(isinstance(self.use_beam_search, bool), "use_beam_search", "must be True or False")
+        require_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        require(is_known, "early_stopping", 'must be True, False or "never"')
+        if self.use_beam_search:
+            self._check_beam_search()
+        else:
+            require(self.length_penalty == 1.0, "length_penalty", "is for use_beam_search, and must be 1 without it")
+            require(self.early_stopping is False, "early_stopping", "is for use_beam_search, and must be False without")
+
+    def _check_beam_search(self) -> None:
+        """Raises UsageError for what cannot be combined with it: the likeliest completions are those of the model."""
+        name = "n" if self.best_of is None else "best_of"
+        require(self.num_candidates <= MAX_BEAMS, name, f"must be at most {MAX_BEAMS} with use_beam_search")
+        require(self.temperature == 0, "temperature", "must be 0 with use_beam_search, which samples nothing")
+        require(self.max_tokens != 0, "max_tokens", "must be at least 1 with use_beam_search")
+        for one, nothing in _NOT_WITH_BEAMS.items():
+            require(getattr(self, one) == nothing, one, "cannot be combined with use_beam_search")
+
+    @property
+    def num_candidates(self) -> int:
+        """Completions that are computed for n of them."""
+        return self.n if self.best_of is None else self.best_of
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one, checked as new ones are.
+
+        Raises:
+            UsageError: a value was changed to what makes no sense.
+        """
+        return replace(self)
+
+    @property
+    def penalized(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+# What cannot be combined with beam search, and the values that ask for nothing.
+_NOT_WITH_BEAMS: Mapping[str, Any] = {
+    "allowed_token_ids": None,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "presence_penalty": 0,
+    "prompt_logprobs": None,
+    "repetition_penalty": 1,
+    "stop": (),
+    "structured_outputs": None,
+}
+
+
+def _as_tuple(value: Any) -> Any:
+    return () if value is None else tuple(value) if isinstance(value, list) else value
