@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from enginewright.builder import assembly
 from enginewright.builder.checkpoint.base import TokenizerFiles
-from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.core import storage
 from enginewright.runtime.scheduler import stored
 from enginewright.runtime.speculation.speculator import Speculator
 
@@ -134,5 +134,5 @@ def guesses_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine: tiny models are computed faster than what they left on disk is read."""
-    monkeypatch.setattr(core, "_prompt_seconds", lambda *_: None)
+    monkeypatch.setattr(storage, "_prompt_s", lambda *_: None)
     monkeypatch.setattr(stored, "LONGEST_S", 60.0)

@@ -35,7 +35,6 @@ from enginewright.plugins.plugin import (
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 
-SCORES = ("softmax", "sigmoid")
 MIN_SUM = 1e-20  # lower limit of the sum that shares are divided by
 
 

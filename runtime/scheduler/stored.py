@@ -15,9 +15,9 @@ from enginewright.runtime.step.sequence import TokenSequence
 
 FIRST_S_PER_BYTE = 1 / 500e6  # of reading, before anything was read
 LEARNING = 0.3  # what a read says of the pace of those to come
-LATE = 2.0  # what is not read in time is believed to take so many times what it was given
-# How much faster reading is believed to be each time that it does not seem to pay: what was slow may be fast again.
-HOPE = 1.05
+LATE = 2.0  # factor on the time that a read was given, for the estimate after one that did not end within it
+# Factor on the estimated read speed after each skipped read, so that a slow disk is retried.
+RETRY_SPEEDUP = 1.05
 LONGEST_S = 5.0  # that a sequence waits for the disk, where nobody knows what computing takes
 
 
@@ -134,7 +134,7 @@ class StoredPrefixes:
         seconds = self._seconds(num_there * block_size, found * block_size)
         nbytes = sum(self._memory[group].place_bytes for group, _ in absent)
         if seconds is not None and nbytes * self._s_per_byte > seconds:
-            self._s_per_byte /= HOPE
+            self._s_per_byte /= RETRY_SPEEDUP
             return None
         self._num_bytes, self._began = nbytes, time.monotonic()
         self._until = self._began + (LONGEST_S if seconds is None else seconds)

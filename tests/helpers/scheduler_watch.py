@@ -138,7 +138,10 @@ class Watch:
         """The next step, checked, and computed."""
         alike = all(sequence.work == DEFAULT_WORK for sequence in self.alive)
         oldest = next(iter(self.alive), None) if alike else None
-        if oldest is not None and (oldest.last_token_is_in_flight or oldest.num_computed_tokens == oldest.num_tokens):
+        if oldest is not None and (
+            (oldest.num_tokens >= oldest.max_tokens and oldest.num_in_flight_tokens)
+            or oldest.num_computed_tokens == oldest.num_tokens
+        ):
             oldest = None  # it ends with the step before
         if oldest is not None and oldest.draft_tokens and oldest.num_in_flight_tokens:
             oldest = None  # it waits for that step
