@@ -273,7 +273,7 @@ def test_cpu_time_of_the_server_and_its_children() -> None:
     assert report.server_cpu_s is not None and 0.25 < report.server_cpu_s < 5
     assert report.tokens_per_cpu_s == pytest.approx(24 / report.server_cpu_s)
     assert "server's CPU time" in describe_serve(report)
-    with pytest.raises(UsageError, match=f"--server-pid {process.pid} is no process"):
+    with pytest.raises(UsageError, match=f"--server-pid {process.pid} is not a process"):
         run_serve(replace(report.config, server_pid=process.pid))
 
 

@@ -362,7 +362,7 @@ def test_ends_of_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("tokens", ["<unk>", "<s>", "<s>"], "spelled alike"),
+        ("tokens", ["<unk>", "<s>", "<s>"], "with the same spelling"),
         ("token_type", [1, 1], "2 entries for 67 tokens"),
         ("scores", [0.0], "1 entries for 67 tokens"),
         ("scores", [1] * 67, "not a list of float"),

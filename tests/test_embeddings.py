@@ -298,7 +298,7 @@ def test_the_files_of_sentence_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"modules": {}}, "it is no list of modules"),
+        ({"modules": {}}, "it is not a list of modules"),
         ({"modules": [{"type": 5}]}, "a module is"),
         ({"modules": [{"type": "a.Transformer", "path": ""}, {"type": "a.LSTM", "path": ""}]}, "Transformer, LSTM"),
         ({"pooling": {"pooling_mode_max_tokens": True}}, "pooling_mode_max_tokens"),

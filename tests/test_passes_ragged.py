@@ -283,7 +283,7 @@ def _interleave(model: ir.Model) -> None:
     ("spoil", "message"),
     [
         (_mask, r"layers\.0\.attention has a mask: PagedAttention has a window"),
-        (_interleave, r"q_proj\.rotated rotates neighbours"),
+        (_interleave, r"q_proj\.rotated rotates adjacent columns"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -101,7 +101,7 @@ def test_an_input_that_is_missing(folder: Path, name: str) -> None:
     (folder / "tiny-llama" / name).unlink()
     assert "is not found" in refused(2, folder / "x.engine")
     said = refused(2, folder / "x.engine", "--model", folder / "tiny-llama")
-    assert f"{folder / 'tiny-llama'} is not what the engine was built of: {name} is missing" in said
+    assert f"{folder / 'tiny-llama'} is not what the engine was built from: {name} is missing" in said
 
 
 def test_inputs_that_have_changed(folder: Path) -> None:
