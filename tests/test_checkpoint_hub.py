@@ -103,7 +103,7 @@ def test_without_network_the_cache_serves(remote: Hub, tmp_path: Path, monkeypat
     closed = functools.partial(hub.download, endpoint="http://127.0.0.1:9", cache_dir=tmp_path / "cache")
     monkeypatch.setattr(opening, "download", closed)
     assert_opens("owner/Tiny", x=1.5)
-    with pytest.raises(EngineError, match=r"owner/Other cannot be had: .*the hub cannot be reached") as refused:
+    with pytest.raises(EngineError, match=r"owner/Other cannot be downloaded: .*the hub cannot be reached") as refused:
         open_checkpoint("owner/Other")
     assert refused.value.exit_code == 1
     assert "hf download owner/Other --local-dir FOLDER" in refused.value.fix

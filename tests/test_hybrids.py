@@ -238,7 +238,7 @@ def test_a_wrapper_gives_its_text_model() -> None:
     whole = {"model_type": "qwen3_5", "text_config": config, "vision_config": {"depth": 3}, **ids}
     wrapped = build_graph(MemoryCheckpoint({**whole, "tie_word_embeddings": False}, stored))
     notes = json.loads(wrapped.metadata_props["enginewright.notes"])
-    assert len(notes) == 2 and "visual" in " ".join(notes) and "further tokens" in " ".join(notes)
+    assert len(notes) == 2 and "visual" in " ".join(notes) and "multi-token prediction" in " ".join(notes)
     tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (1, sum(STEPS)))
     np.testing.assert_array_equal(graph_logits(wrapped, tokens), graph_logits(build_graph(plain), tokens))
     for wrong, why in (
