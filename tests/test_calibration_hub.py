@@ -72,7 +72,9 @@ def test_without_network_the_cache_serves(remote: Hub, tmp_path: Path, monkeypat
     closed = functools.partial(hub.download_file, endpoint="http://127.0.0.1:9", cache_dir=tmp_path / "cache")
     monkeypatch.setattr(data, "download_file", closed)
     assert texts("owner/Texts") == texts("owner/Texts:data/train.jsonl") == ["one", "two"]
-    with pytest.raises(EngineError, match=r"owner/Other cannot be downloaded: there is no file owner/Other here") as refused:
+    with pytest.raises(
+        EngineError, match=r"owner/Other cannot be downloaded: there is no file owner/Other here"
+    ) as refused:
         read_texts("owner/Other")
     assert "hf download --repo-type dataset owner/Other" in refused.value.fix and refused.value.exit_code == 1
 

@@ -243,8 +243,8 @@ def test_an_engine_with_heads_is_the_same_model(case: str, shared: set[str], sou
     role, carried = head.role, head.role == "mtp"
     plain = build_engine(head.checkpoint, CONFIG, tmp_path / "plain.engine")
     both = build_engine(head.checkpoint, CONFIG, tmp_path / "both.engine", draft=head.draft(tmp_path / "head"))
-    assert any("further tokens" in note for note in plain.notes) == carried
-    assert not any("further tokens" in note for note in both.notes)
+    assert any("multi-token prediction" in note for note in plain.notes) == carried
+    assert not any("multi-token prediction" in note for note in both.notes)
     prompts = [np.random.default_rng(2).integers(3, 300, length).tolist() for length in (1, 40)]
     limits = runtime_config(threads=1, max_num_seqs=2, max_num_batched_tokens=19, kv_cache_memory="4m")
     for one in plain, both:
