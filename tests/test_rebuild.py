@@ -78,7 +78,7 @@ def test_a_checkpoint_elsewhere_and_of_another_name(folder: Path, monkeypatch: p
     """The engine says what its model was called; the folder may be called otherwise."""
     (folder / "tiny-llama").rename(folder / "moved")
     said = refused(2, folder / "x.engine")
-    assert "the checkpoint tiny-llama is not found" in said and "Name it with --model" in said
+    assert "the checkpoint tiny-llama was not found" in said and "Name it with --model" in said
     assert remade(folder / "x.engine", "--model", folder / "moved")["same_bytes"]
     monkeypatch.chdir(folder / "moved")
     assert remade(folder / "x.engine")["same_bytes"], "its files are here"
@@ -99,7 +99,7 @@ def test_a_checkpoint_in_the_cache_of_the_hub(folder: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_an_input_that_is_missing(folder: Path, name: str) -> None:
     (folder / "tiny-llama" / name).unlink()
-    assert "is not found" in refused(2, folder / "x.engine")
+    assert "was not found" in refused(2, folder / "x.engine")
     said = refused(2, folder / "x.engine", "--model", folder / "tiny-llama")
     assert f"{folder / 'tiny-llama'} is not what the engine was built from: {name} is missing" in said
 
