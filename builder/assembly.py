@@ -277,7 +277,7 @@ def default_output(checkpoint: Checkpoint, config: BuildConfig) -> Path:
         checkpoint: the checkpoint.
         config: options of the build.
     """
-    quant = config.quant.name if config.quant else format_name(checkpoint) or Bf16.name
+    quant = config.quant.name if config.quant else format_name(checkpoint) or Bf16.info.name
     kv = "" if config.kv_cache_dtype == "bf16" else f"-kv-{config.kv_cache_dtype}"
     return Path(f"{checkpoint.name}-{quant}{kv}.engine")
 

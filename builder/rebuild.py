@@ -238,7 +238,7 @@ def _config(engine: Path, manifest: Manifest, quality: QualityReport, checkpoint
 def _quant(engine: Path, recipe: Mapping[str, Any], checkpoint: Checkpoint) -> QuantConfig | None:
     """Restores the method; None, as without `--quant`, if weights are as the checkpoint has them."""
     name = recipe["quant"]
-    if name in (Bf16.name, format_name(checkpoint)):
+    if name in (Bf16.info.name, format_name(checkpoint)):
         return None
     method = next((method for method in METHODS if method.info.name == name), None)
     if method is None:

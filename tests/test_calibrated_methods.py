@@ -228,7 +228,7 @@ def test_settings() -> None:
         with pytest.raises(UsageError, match=f"--damping {damping} is not possible: it is a fraction"):
             Int4Gptq(damping=damping)
     with pytest.raises(UsageError, match="--damping means nothing to --quant int8-wo: it is a setting of int4-gptq"):
-        quant_config(Int8Wo.name, damping="0.01")
+        quant_config(Int8Wo.info.name, damping="0.01")
 
 
 def test_a_temporary_file_without_room_says_where(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def refused_layers(path: Path, quant: QuantConfig, **overrides: object) -> list[
     assert refused.value.exit_code == 7
     assert list(path.iterdir()) == []
     lines = str(refused.value).splitlines()
-    return lines[lines.index(next(line for line in lines if "off most" in line)) + 1 :]
+    return lines[lines.index(next(line for line in lines if "layers with the largest errors" in line)) + 1 :]
 
 
 FAULTS = [("self_attn.qkv_proj", Int4Rtn()), ("mlp.gate_up_proj", Int4Rtn()), ("mlp.down_proj", Int8Wo())]

@@ -380,7 +380,10 @@ def test_what_a_checkpoint_has_decides() -> None:
 
     checkpoint = with_mtp("qwen3_5_text").checkpoint
     second = drafted(changed(checkpoint, **{"mtp.layers.1.mlp.up_proj.weight": torch.zeros(3)}))
-    assert any("1 weights: of a second layer" in note for note in second.notes) and second.speculate == "mtp"
+    assert (
+        any("1 weights: of a second multi-token prediction layer" in note for note in second.notes)
+        and second.speculate == "mtp"
+    )
     none = drafted(changed(checkpoint, **{name: None for name in checkpoint.stored if name.startswith("mtp.")}))
     assert none.speculate == "ngram" and not none.roles
     with pytest.raises(UnsupportedModelError, match="mtp_use_dedicated_embeddings"):

@@ -61,7 +61,7 @@ def test_every_file_with_an_op_has_its_line_in_the_registry() -> None:
     folder = Path(__file__).resolve().parent.parent / "plugins"
     defined = {
         path.stem: names
-        for path in folder.glob("*.py")
+        for path in folder.rglob("*.py")
         if (names := re.findall(r'^[A-Z0-9_]+ = Plugin\(\s+name="(\w+)"', path.read_text(), re.MULTILINE))
     }
     assert sorted(name for names in defined.values() for name in names) == sorted(PLUGINS)

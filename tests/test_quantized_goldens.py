@@ -186,8 +186,8 @@ def test_act_order_is_sorted_and_can_be_read_unsorted() -> None:
     weight, _ = opened({**GPTQ, "bits": 4, "desc_act": True}, packed.stored, (32, 96))
     assert isinstance(weight, ActOrdered)
     assert torch.equal(values_of(weight), packed.weight.bfloat16().float())
-    assert torch.equal(values_of(weight.by_runs), packed.weight[:, weight.order])
-    assert weight.by_runs.stored_as == Int4Rtn(32)
+    assert torch.equal(values_of(weight.by_groups), packed.weight[:, weight.order])
+    assert weight.by_groups.stored_as == Int4Rtn(32)
 
 
 @pytest.mark.parametrize("pack", [awq(), pack_quantized(symmetric=False), pack_quantized(5, -1)])

@@ -161,8 +161,8 @@ def test_a_token_may_be_an_object_with_its_text(engine: Path, tmp_path: Path) ->
         ("tokenizer_config.json", {"eos_token": 5}, "eos_token is 5, not a text"),
         ("tokenizer_config.json", {"eos_token": ["<e>"]}, "eos_token is ['<e>'], not a text"),
         ("tokenizer_config.json", {"eos_token": {"content": 1.5}}, "eos_token is 1.5, not a text"),
-        ("tokenizer_config.json", {"eos_token": "\ud800"}, "eos_token is no valid Unicode"),
-        ("tokenizer_config.json", {"chat_template": "{{ '\udfff' }}"}, "is no valid Unicode"),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}, "eos_token is not valid Unicode"),
+        ("tokenizer_config.json", {"chat_template": "{{ '\udfff' }}"}, "is not valid Unicode"),
     ],
 )
 def test_tokens_of_a_checkpoint_are_texts(
