@@ -1,6 +1,10 @@
-"""What sequences leave behind them between steps: who holds which place, what is shared, and what is kept for later.
+"""The KV caches and recurrent states of all sequences: which sequence holds which block or slot, and prefix caching.
 
-cache.py: all groups of a plan together, which is what the scheduler talks to. kind.py: the questions that each kind of
-group answers. paged.py, recurrent.py: the kinds. pool.py: places with reference counts, found again by keys. keys.py:
-the keys.
+cache.py: all cache groups of a plan together, as the scheduler uses them. kind.py: the interface of one cache group.
+paged.py, recurrent.py: its two implementations. pool.py: the blocks or slots of a group, with reference counts and an
+index by key. keys.py: the keys. events.py: notices of blocks that can be found, or no longer can. disk.py: blocks and
+snapshots on disk.
+
+A place is a block of a paged group, or a slot of a recurrent one. A place can be found when it is in the index: a new
+sequence with the same prefix then shares it.
 """

@@ -1,4 +1,4 @@
-"""The caches of all sequences, in all groups of a plan: what the scheduler talks to."""
+"""The caches of all sequences, in all cache groups of a plan, as the scheduler uses them."""
 
 from collections.abc import Callable, Container, Sequence
 from functools import partial
@@ -14,22 +14,27 @@ from enginewright.runtime.cache.recurrent import StateSlots
 
 
 class Cache:
-    """Each method takes what one sequence holds, a group: a list that `admit` or `fork` made.
+    """Allocates, shares and releases the blocks and slots of sequences in all cache groups.
 
-    A beginning is shared where all groups have it. So it ends with a block, which is of one size in all paged groups,
-    and where there are recurrent groups, at one of their snapshots.
+    `held`, an argument of most methods, is what one sequence holds: a list with one entry for each group, made by
+    `admit` or `fork`.
+
+    A prefix is shared only if all groups have it. It therefore ends at the end of a block, whose size is the same in
+    all paged groups, and at a snapshot if there are recurrent groups.
 
     Args:
-        groups, num_places: the plan's cache groups, and how many blocks or slots each has.
-        chunk: tokens of a sequence that are computed at once, at most.
-        sequences: that run at once, at most.
+        groups: the plan's cache groups.
+        num_places: number of blocks or slots of each group.
+        chunk: maximum number of tokens of a sequence that one step computes.
+        sequences: maximum number of sequences that run at once.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], num_places: Sequence[int], chunk: int, sequences: int = 1) -> None:
         paged = {group.block_size for group in groups if isinstance(group, PagedCache)}
         snapshots = {group.snapshot_tokens for group in groups if not isinstance(group, PagedCache)}
-        self.stride = gcd(*paged, *snapshots)  # what a sequence holds changes at multiples of it alone
-        # Tokens of a block that can be shared, which has one key; None if there are no groups that fit together.
+        self.stride = gcd(*paged, *snapshots)  # what a sequence holds changes only at multiples of this
+        # Number of tokens of a block that can be shared, which has one key. None: the groups' sizes do not fit
+        # together, so nothing is shared.
         self.block_size: int | None = min(paged or snapshots, default=None)
         if len(paged) > 1 or any(tokens % (self.block_size or 1) for tokens in snapshots):
             self.block_size = None
@@ -43,24 +48,29 @@ class Cache:
 
     @property
     def num_free(self) -> tuple[int, ...]:
-        """Blocks or slots that nobody holds, a group."""
+        """Number of blocks or slots of each group that no sequence holds."""
         return tuple(kind.pool.num_free for kind in self._kinds)
 
     def watch(self, events: CacheEvents) -> None:
-        """Let it know from now on what can be found."""
+        """Reports to `events`, from now on, each block that can be found and each that no longer can."""
         for group, kind in enumerate(self._kinds):
             kind.pool.watch = partial(events.changed, group)
 
     def save(self, save: Callable[[int, bytes, int], None]) -> None:
-        """Let it have, from now on, what can be found, and what is taken for something else: a group, key and place."""
+        """Calls `save` from now on with each place whose content can be found, and again before it is reused.
+
+        Args:
+            save: takes the group's index, the key and the place; the content can be read during the call.
+        """
         for group, kind in enumerate(self._kinds):
             kind.pool.save = partial(save, group)
 
     def num_shared(self, keys: Sequence[bytes], also: Sequence[Container[bytes]] = ()) -> int:
-        """Blocks of the longest beginning that is there in all groups.
+        """Number of blocks of the longest prefix that all groups have.
 
         Args:
-            also: keys that count as there, a group.
+            keys: of the sequence's full blocks.
+            also: for each group, keys that count as available, such as those on disk.
         """
         shared = len(keys)
         while shared:
@@ -73,20 +83,25 @@ class Cache:
         return shared
 
     def missing_blocks(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
-        """What a sequence that begins with these blocks reads and what is not there: groups and keys, by block."""
+        """Lists what a sequence with this prefix reads and what memory lacks.
+
+        Returns:
+            A group and a key of each entry, in the order of the blocks.
+        """
         places = {key: place for place, key in enumerate(keys)}
         read = [(group, key) for group, kind in enumerate(self._kinds) for key in kind.begins_with(keys)]
         found = [(group, key) for group, key in read if key not in self._kinds[group].pool]
         return sorted(found, key=lambda entry: places[entry[1]])
 
     def restore(self, keys: Sequence[bytes], write: Callable[[int, bytes, int], None]) -> None:
-        """Have all there that a sequence reads which begins with these blocks; there is room for it.
+        """Brings into memory all that a sequence with this prefix reads. The caller has checked that it fits.
 
         Args:
-            write: puts there what was absent: a group, key and place.
+            keys: of the prefix's blocks.
+            write: fills a place that was missing; takes the group's index, the key and the place.
         """
         held: list[tuple[Pool, int]] = []
-        for kind in self._kinds:  # first what is there, so that nothing of it is taken
+        for kind in self._kinds:  # places that are there are held first, so that none of them is reused
             for key in kind.begins_with(keys):
                 if key in kind.pool:
                     held.append((kind.pool, kind.pool.place_of(key)))
@@ -101,12 +116,13 @@ class Cache:
             pool.drop(place)
 
     def has_room(self, length: int, keys: Sequence[bytes], watermark_blocks: int) -> bool:
-        """Whether `admit` finds room."""
+        """True if `admit` with these arguments would find enough free places."""
         return all(kind.has_room(length, keys, watermark_blocks) for kind in self._kinds)
 
     def divergence_position(self, keys: Sequence[bytes]) -> int:
-        """The position up to which a sequence that came before has the tokens of these blocks, as far as a group still
-        shows it; 0 where it does not matter, since all groups can begin anywhere.
+        """Position up to which an earlier sequence has the same tokens, as far as any group still has its blocks.
+
+        0 without recurrent groups: it is of use only to place their snapshots.
         """
         if not self.has_snapshots:
             return 0
@@ -122,13 +138,18 @@ class Cache:
         shares: bool = False,
         divergence_position: int = 0,
     ) -> list[Any] | None:
-        """What a sequence of `length` positions so far holds, or None if there is no room now.
+        """Opens a sequence in all groups.
 
         Args:
-            keys: of the full blocks that it begins with and that are there (`num_shared`).
-            watermark_blocks: blocks, a group, that must be left over.
-            copies: gets, a group, the copies to make before anything else is written.
-            shares, divergence_position: as CacheKind.open has them.
+            length: number of its positions so far.
+            keys: of the full blocks of its prefix that are in memory (`num_shared`).
+            watermark_blocks: number of blocks of each group that must be left over.
+            copies: a list for each group, which receives the copies to make before anything else is written.
+            shares: True if other sequences may share what this one computes.
+            divergence_position: as for CacheKind.open.
+
+        Returns:
+            What the sequence holds in each group; None if there is no room now.
         """
         if not self.has_room(length, keys, watermark_blocks):
             return None
@@ -147,9 +168,19 @@ class Cache:
         watermark_blocks: int,
         copies: Sequence[Copies],
     ) -> list[Any] | None:
-        """What a sibling holds that shares the first `shared` of the positions that are computed.
+        """Opens a sibling that shares the first `shared` of the `computed` positions of a running sequence.
 
-        None if there is no room now, or if what the sibling would see has been given back.
+        Args:
+            held: what the running sequence holds.
+            computed: number of its computed positions.
+            shared: number of positions that the sibling shares.
+            length: number of positions of the sibling so far.
+            watermark_blocks: number of blocks of each group that must be left over.
+            copies: a list for each group, which receives the copies to make before anything else is written.
+
+        Returns:
+            What the sibling holds in each group; None if there is no room now, or if something that it would read has
+            been released.
         """
         if self.block_size is None:
             return None
@@ -159,7 +190,7 @@ class Cache:
         return [kind.fork(mine, shared, length, to_make) for (kind, mine), to_make in zip(pairs, copies, strict=True)]
 
     def grow(self, held: Sequence[Any], length: int) -> bool:
-        """Reserve what `length` positions take; False, and no more than before, if there is no room now."""
+        """Reserves what `length` positions need. Returns False, and reserves nothing, if there is no room now."""
         missing = [kind.missing(mine, length) for kind, mine in zip(self._kinds, held, strict=True)]
         if None in missing:
             return False
@@ -176,34 +207,46 @@ class Cache:
         new: Sequence[list[int]],
         copies: Sequence[Copies],
     ) -> None:
-        """Make room to write positions from `computed` up to `length`; what lies before is there already.
+        """Allocates what the next step writes: positions `computed` to `length`, from what was reserved.
 
         Args:
-            new: gets, a group, what is to be zeroed.
-            copies: gets, a group, the copies to make before it.
+            held: what the sequence holds.
+            computed: number of positions that the steps planned so far compute.
+            length: number of positions after the next step.
+            new: a list for each group, which receives the places to zero.
+            copies: a list for each group, which receives the copies to make before places are zeroed.
         """
         for kind, mine, to_zero, to_copy in zip(self._kinds, held, new, copies, strict=True):
             kind.extend(mine, computed, length, to_zero, to_copy)
 
     def tag(self, held: Sequence[Any], keys: Sequence[bytes]) -> None:
-        """The steps planned so far write the blocks of `keys`, the sequence's first ones."""
+        """Notes the keys of the sequence's first blocks, which the steps planned so far fill."""
         for kind, mine in zip(self._kinds, held, strict=True):
             kind.tag(mine, keys)
 
     def publish(self, held: Sequence[Any]) -> None:
-        """No NaN came out of what has a key, so others may share it; until then it is nobody else's."""
+        """Lets other sequences share the blocks that have a key.
+
+        It is called when a step has given no NaN: content that may hold NaN must not reach other sequences.
+        """
         for kind, mine in zip(self._kinds, held, strict=True):
             kind.publish(mine)
 
     def truncate(
         self, held: Sequence[Any], computed: int, length: int, keys: Sequence[bytes], copies: Sequence[Copies]
     ) -> bool:
-        """Of the positions that are computed, take back what those from `length` on have left.
-
-        False, and nothing has changed, if a group cannot: what it needs has been given back, or others hold it.
+        """Shortens a sequence from `computed` to `length` positions.
 
         Args:
-            keys: of the full blocks that the sequence begins with.
+            held: what the sequence holds.
+            computed: number of its computed positions.
+            length: number of positions to keep.
+            keys: of its full blocks.
+            copies: a list for each group, which receives the copies to make before the next step.
+
+        Returns:
+            False, with nothing changed, if a group cannot: something that it needs has been released, or other
+            sequences hold a block that would be overwritten.
         """
         pairs = list(zip(self._kinds, held, strict=True))
         if not all(kind.can_truncate(mine, computed, length, keys) for kind, mine in pairs):
@@ -213,9 +256,9 @@ class Cache:
         return True
 
     def checkpoint(self, held: Sequence[Any], computed: int, copies: Sequence[Copies]) -> bool:
-        """The next step computes guesses behind `computed`: keep what it takes to go back there.
+        """Keeps what it takes to return to position `computed`, before a step that computes draft tokens.
 
-        False, and nothing is kept, if there is no room for it.
+        Returns False, and keeps nothing, if there is no room for it.
         """
         pairs = list(zip(self._kinds, held, strict=True))
         if all(kind.checkpoint(mine, computed, to_make) for (kind, mine), to_make in zip(pairs, copies, strict=True)):
@@ -224,9 +267,11 @@ class Cache:
         return False
 
     def roll_back(self, held: Sequence[Any], computed: int, length: int, copies: Sequence[Copies]) -> int:
-        """Guesses from position `length` on were wrong; how many positions are computed now.
+        """Drops the draft tokens from position `length` on, which were wrong.
 
-        They are fewer than `length` where a state was only kept before the first guess.
+        Returns:
+            Number of positions that are computed now. It is less than `length` if a recurrent state was kept only
+            before the first draft token.
         """
         for kind, mine in zip(self._kinds, held, strict=True):
             length = min(length, kind.rollback_position(mine, computed, length))
@@ -240,12 +285,12 @@ class Cache:
             kind.drop_checkpoint(mine)
 
     def release(self, held: Sequence[Any]) -> None:
-        """Take everything back."""
+        """Releases all that the sequence holds."""
         for kind, mine in zip(self._kinds, held, strict=True):
             kind.release(mine)
 
     def chunk_end(self, held: Sequence[Any], first: int, end: int) -> int:
-        """Where a chunk of a prompt from `first` has to end, `end` at the latest: at the first snapshot to take."""
+        """End of a prompt's chunk from `first`: the first position where a snapshot is taken, or else `end`."""
         for kind, mine in zip(self._kinds, held, strict=True):
             end = kind.chunk_end(mine, first, end)
         return end

@@ -1,10 +1,10 @@
-"""What the prefix cache has had, on disk: blocks and snapshots that fell out of memory, and those of earlier processes.
+"""The prefix cache on disk: blocks and snapshots that were evicted from memory, and those of earlier processes.
 
-An entry is a file, `DIR/<identity>/<group>-<key>`: a SHA-256 and the bytes of a place. The identity names all that the
-bytes depend on, so an entry is right or is not found; the SHA-256 is of the identity, the name and the bytes, so a file
-that was cut short, altered or renamed counts as not there. Files are replaced whole and may vanish at any time: several
-processes can use a folder. KV caches give away the prompts that they are of, and answers are made of them, so nobody
-else may read them, nor write into the folder.
+An entry is a file, `DIR/<identity>/<group>-<key>`: a SHA-256, then the bytes of a block or slot. The identity names all
+that the bytes depend on, so an entry of another engine or release is never found. The SHA-256 is of the identity, the
+name and the bytes, so a file that was cut short, altered or renamed counts as missing. Files are replaced atomically
+and may vanish at any time, so several processes can use one folder. KV caches reveal the prompts that they were
+computed from, and answers are computed from them, so no other user may read them or write into the folder.
 """
 
 import json
@@ -31,24 +31,29 @@ from enginewright.runtime.count import format_bytes
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of entries
+FORMAT = 1  # version of the entries' layout
 HASH_BYTES = 32
-MOST_PENDING_BYTES = 64 << 20  # that wait to be written; what comes on top is not kept
-SCAN_S = 1.0  # what is not found by then in a large folder is found later
-STALE_S = 600.0  # a file that is being written is not written for so long
+MOST_PENDING_BYTES = 64 << 20  # bytes that may wait to be written; entries beyond this are not kept
+SCAN_S = 1.0  # seconds to wait for the scan of a large folder; entries found later than that are used from then on
+STALE_S = 600.0  # age in seconds from which an unfinished file counts as abandoned: no write takes that long
 ENTRY = re.compile(r"(?P<group>\d+)-(?P<key>[0-9a-f]{64})")
 IDENTITY = re.compile(r"[0-9a-f]{64}")
 
-Entry = tuple[int, bytes]  # a group, and the key of what a sequence has left in it
+Entry = tuple[int, bytes]  # the index of a cache group, and the key of a block or snapshot in it
 
 
 def identity_of(content_hash: str, isa: str, groups: Sequence[CacheGroup]) -> str:
-    """Names what the bytes of an entry depend on: the engine, the code that computes, and how places are laid out.
+    """Hash of all that an entry's bytes depend on: the engine, the code that computes, and the layout of a place.
 
-    The code for CPUs is in the extension; that for GPUs is in the engine, whose hash names it.
+    The code for CPUs is in the extension module. That for GPUs is in the engine file, so its content hash covers it.
 
     Args:
-        isa: the instruction set of the CPU, or the architecture of the GPU.
+        content_hash: of the engine file.
+        isa: instruction set of the CPU, or architecture of the GPU.
+        groups: the plan's cache groups.
+
+    Returns:
+        64 hexadecimal digits.
     """
     with open(_cpu.__file__, "rb") as code:
         facts = [FORMAT, content_hash, file_digest(code, "sha256").hexdigest(), isa, msgspec.to_builtins(groups)]
@@ -56,21 +61,23 @@ def identity_of(content_hash: str, isa: str, groups: Sequence[CacheGroup]) -> st
 
 
 class ReadEntries(msgspec.Struct, frozen=True):
-    """What was read."""
+    """Result of a read from disk."""
 
-    contents: Mapping[Entry, bytes | memoryview]  # without those that are not there
-    seconds: float
+    contents: Mapping[Entry, bytes | memoryview]  # bytes of each entry, without those that are missing
+    seconds: float  # duration of the read
 
 
 class DiskStore:
-    """Entries of one engine. Threads of its own read, write and remove files; all methods are for one other thread.
+    """The entries of one engine. Two threads of its own read, write and remove files. One other thread calls it.
 
-    Where entries take more than `capacity_bytes`, those go first that were not wanted for the longest time, other
-    engines' among them as they were when this one was opened.
+    Where entries take more than `capacity_bytes`, the least recently used are removed. Entries of other engines count,
+    too, as they were when the store was opened.
 
     Args:
-        folder: made if it is not there.
-        place_bytes: of a place, a group.
+        folder: created if it does not exist.
+        identity: name of the engine's subfolder (`identity_of`).
+        capacity_bytes: maximum size of all entries in the folder.
+        place_bytes: size of a block or slot of each group.
 
     Raises:
         UsageError: the folder cannot be used, or nothing would fit.
@@ -86,16 +93,17 @@ class DiskStore:
             )
         _make_private(folder)
         _make_private(folder / identity)
-        # By group, what is there or is being written. Added to by the caller and the writer, asked by the caller.
+        # For each group, the keys of entries that exist or are being written. The caller and both threads change it;
+        # the caller reads it.
         self.keys: tuple[set[bytes], ...] = tuple(set() for _ in place_bytes)
-        self._pending: dict[Entry, Callable[[], bytes]] = {}  # not written yet
-        # Each is counted up by one thread, and none by two, which would lose some.
-        self._queued_bytes = self._done_bytes = 0  # by the caller, and by the writer
+        self._pending: dict[Entry, Callable[[], bytes]] = {}  # content of entries that are not written yet
+        # Each counter is increased by one thread only: two would lose counts.
+        self._queued_bytes = self._done_bytes = 0  # increased by the caller and by the writer
         self._write_failures = self._read_failures = 0
         self._scanned, self._opened = Event(), time.monotonic()
         self._broken = False  # nothing can be written
         self.num_bytes = 0  # of all entries
-        # The writer's alone: sizes by path below the folder, those that were not wanted for the longest time first.
+        # Sizes in bytes by path below the folder, the least recently used first. Only the writer uses it.
         self._files: OrderedDict[str, int] = OrderedDict()
         self._reader = ThreadPoolExecutor(1, "kv-cache-read")
         self._writer = ThreadPoolExecutor(1, "kv-cache-write")
@@ -103,30 +111,32 @@ class DiskStore:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether entries of earlier processes can be found, or have been waited for long enough."""
+        """True if entries of earlier processes can be found, or if SCAN_S has passed."""
         return self._scanned.is_set() or time.monotonic() > self._opened + SCAN_S
 
     def wait_for_scan(self, seconds: float) -> None:
+        """Waits until entries of earlier processes can be found, at most `seconds`."""
         self._scanned.wait(seconds)
 
     @property
     def num_failures(self) -> int:
-        """Files that could not be written, or not be read, or were damaged."""
+        """Number of files that could not be written or read, or were damaged."""
         return self._write_failures + self._read_failures
 
     def has_room(self, group: int) -> bool:
-        """Whether one more entry of a group can be kept: not where too much waits to be written already.
+        """True if one more entry of a group can be kept, that is, if not too much waits to be written already.
 
-        Where nothing waits, an entry of any size can: one of a recurrent state may be larger than what is to wait.
+        If nothing waits, an entry of any size can: a recurrent state may be larger than MOST_PENDING_BYTES.
         """
         pending = self._queued_bytes - self._done_bytes
         return not self._broken and (not pending or pending + self._sizes[group] <= MOST_PENDING_BYTES)
 
     def save(self, entry: Entry, content: Callable[[], bytes]) -> None:
-        """Keep what can be found in memory, or falls out of it; there is room for it.
+        """Queues an entry to be written. The caller has checked `has_room`.
 
         Args:
-            content: gives it, in any thread.
+            entry: group and key.
+            content: returns the bytes; it is called in another thread.
         """
         group, key = entry
         self.keys[group].add(key)
@@ -135,15 +145,15 @@ class DiskStore:
         self._writer.submit(self._guarded, self._write, entry)
 
     def touch(self, entries: Sequence[Entry]) -> None:
-        """These were wanted: the first of them are removed last."""
+        """Counts these entries as used now. The first of them will be the last to be removed."""
         self._writer.submit(self._guarded, self._touch, [self._path(*entry) for entry in reversed(entries)])
 
     def read(self, entries: Sequence[Entry]) -> "Future[ReadEntries]":
-        """Begin to read these."""
+        """Begins to read entries in order, up to the first that is missing."""
         return self._reader.submit(self._read, entries)
 
     def close(self) -> None:
-        """Write what waits for it, and end the threads."""
+        """Writes what is queued, and ends the threads."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
@@ -156,7 +166,7 @@ class DiskStore:
         return digest.digest()
 
     def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
-        """Disks fill up and fail. A server goes on without what it would have kept there."""
+        """Does some work on files. After an OSError, nothing more is written: the server goes on without the disk."""
         try:
             work(*arguments)
         except OSError as error:
@@ -187,7 +197,7 @@ class DiskStore:
             self._scanned.set()
 
     def _entries_in(self, identity: str) -> list[tuple[float, str, int]]:
-        """Times, paths and sizes of an engine's entries. What was never finished is removed."""
+        """Modification times, paths and sizes of an engine's entries. Abandoned unfinished files are removed."""
         found = []
         for file in os.scandir(self._folder / identity):
             if not file.is_file(follow_symlinks=False):
@@ -208,7 +218,7 @@ class DiskStore:
             self._make_room(size)
             part = self._folder / f"{path}.{os.getpid()}.part"
             try:
-                part.unlink(missing_ok=True)  # of a process that was killed, or a FIFO
+                part.unlink(missing_ok=True)  # it may be left by a process that was killed, or be a FIFO
                 with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                     file.write(self._digest(path, content))
                     file.write(content)
@@ -232,7 +242,7 @@ class DiskStore:
             (self._folder / path).unlink(missing_ok=True)
 
     def _entry_of(self, path: str) -> Entry | None:
-        """None: it is another engine's."""
+        """Entry of a path; None if it belongs to another engine."""
         identity, _, name = path.partition("/")
         match = ENTRY.fullmatch(name) if identity == self._identity else None
         if match is None or int(match["group"]) >= len(self.keys):
@@ -247,7 +257,7 @@ class DiskStore:
                     os.utime(self._folder / path)
 
     def _drop(self, path: str) -> None:
-        """It is damaged, or not there."""
+        """Removes a file that is damaged or missing."""
         self.num_bytes -= self._files.pop(path, 0)
         (self._folder / path).unlink(missing_ok=True)
 
@@ -256,10 +266,10 @@ class DiskStore:
         for entry in entries:
             pending = self._pending.get(entry)
             content = self._content(entry) if pending is None else pending()
-            if content is None:  # it was removed meanwhile, or is damaged: whatever it is, it is computed anew
+            if content is None:  # it was removed in the meantime, or is damaged: it is computed again
                 self.keys[entry[0]].discard(entry[1])
                 self._writer.submit(self._guarded, self._drop, self._path(*entry))
-                break  # what comes behind it is of no use
+                break  # entries after a missing one are of no use
             contents[entry] = content
         return ReadEntries(contents, time.perf_counter() - began)
 
@@ -282,7 +292,7 @@ class DiskStore:
 
 
 def _make_private(folder: Path) -> None:
-    """Raises UsageError where a folder cannot be made, or others may write into it."""
+    """Creates a folder if needed. Raises UsageError if that fails, or if other users may write into it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()

@@ -1,4 +1,7 @@
-"""What happens to the blocks that others may find: they are stored, and they are removed, in this order."""
+"""Events of the prefix cache: blocks that other sequences can find from now on, and blocks that they no longer can.
+
+Routers use them to send a request to the server that has its prefix (runtime/core/kv_events.py).
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,40 +9,40 @@ import msgspec
 
 
 class BlocksStored(msgspec.Struct, frozen=True):
-    """Blocks of one sequence, one behind the other, can be found in a group from now on."""
+    """Consecutive blocks of one sequence that can be found from now on."""
 
-    group: int
-    keys: Sequence[bytes]
-    parent: bytes | None  # key of the block before them; None: a sequence begins with them
-    token_ids: Sequence[int]  # of all of them
-    cache_salt: str  # of the sequence
+    group: int  # index of the cache group
+    keys: Sequence[bytes]  # keys of the blocks, in order
+    parent: bytes | None  # key of the block before them; None: they are the first of the sequence
+    token_ids: Sequence[int]  # tokens of all the blocks
+    cache_salt: str  # salt of the sequence: only sequences of the same salt share the blocks
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):
-    """Blocks cannot be found in a group any more."""
+    """Blocks that can no longer be found."""
 
-    group: int
-    keys: list[bytes]
+    group: int  # index of the cache group
+    keys: list[bytes]  # keys of the blocks, in the order of removal
 
 
 CacheEvent = BlocksStored | BlocksRemoved
 
 
 class CacheEvents:
-    """Collects what happens to blocks while a step is planned and committed, and passes it on once a step.
+    """Collects events while a step is planned and committed, and passes them on once a step.
 
     Args:
-        block_size: tokens of a block that has a key.
-        put: takes the events of a step. It is called by the thread that steps, and must not wait for anybody.
+        block_size: number of tokens of a block that has a key.
+        put: takes the events of a step. The thread that runs the steps calls it, so it must not block.
     """
 
     def __init__(self, block_size: int, put: Callable[[list[CacheEvent]], None]) -> None:
         self._block_size, self._put = block_size, put
         self._events: list[CacheEvent] = []
-        self._new: dict[int, set[bytes]] = {}  # a group: keys that `published` has not put into an event
+        self._new: dict[int, set[bytes]] = {}  # by group, keys that `published` has not put into an event
 
     def changed(self, group: int, key: bytes, is_there: bool) -> None:
-        """A block can be found from now on, or cannot any more."""
+        """Notes that a block can be found from now on (`is_there`), or no longer can."""
         if is_there:
             self._new.setdefault(group, set()).add(key)
             return
@@ -50,10 +53,12 @@ class CacheEvents:
             self._events.append(BlocksRemoved(group, [key]))
 
     def published(self, keys: Sequence[bytes], token_ids: Sequence[int], cache_salt: str) -> None:
-        """What can be found since the last call is of this sequence.
+        """Makes events of the blocks that can be found since the last call, all of which belong to this sequence.
 
         Args:
             keys: of its full blocks.
+            token_ids: its tokens, at least those of its full blocks.
+            cache_salt: its salt.
         """
         for group, new in self._new.items():
             places = list[int]()
@@ -62,7 +67,7 @@ class CacheEvents:
                     break
                 if keys[place] in new:
                     places.append(place)
-            end = 0  # behind the run of blocks that `first` begins
+            end = 0  # after the last of the consecutive blocks that begin with `first`
             for first in reversed(places):
                 if first < end:
                     continue
@@ -75,7 +80,7 @@ class CacheEvents:
         self._new.clear()
 
     def flush(self) -> None:
-        """A step has ended."""
+        """Passes on the events of a step, at its end."""
         if self._events:
             events, self._events = self._events, []
             self._put(events)

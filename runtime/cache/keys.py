@@ -1,4 +1,4 @@
-"""Keys of the beginnings of a sequence, under which others find what it has left in the caches."""
+"""Keys of a sequence's prefixes, by which other sequences find its blocks and snapshots in the caches."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,10 +7,11 @@ from hashlib import sha256
 
 
 class PrefixKeys:
-    """A key for each full block of one sequence: the SHA-256 of the key before it and the block's tokens.
+    """A key for each full block of one sequence: the SHA-256 of the previous block's key and the block's tokens.
 
     Args:
-        salt: sequences of different salts share nothing, and cannot tell by their times what others have asked.
+        block_size: number of tokens of a block.
+        salt: sequences of different salts share nothing, so that response times do not reveal the prompts of others.
     """
 
     def __init__(self, block_size: int, salt: str = "") -> None:
@@ -19,15 +20,19 @@ class PrefixKeys:
         self._keys: list[bytes] = []
 
     def copy(self) -> "PrefixKeys":
-        """Those of a sequence that begins with the same tokens."""
+        """Copies the keys for a sequence that begins with the same tokens."""
         other = copy(self)
         other._keys = list(self._keys)
         return other
 
     def of(self, token_ids: Sequence[int], num_blocks: int) -> Sequence[bytes]:
-        """Keys of the first `num_blocks` blocks, to be read before the next call.
+        """Keys of the first `num_blocks` blocks. The next call may change the returned sequence.
 
-        Tokens only ever grow, so what was hashed once is kept.
+        A sequence's tokens are only appended to, so each block is hashed once.
+
+        Args:
+            token_ids: the sequence's tokens, at least those of these blocks.
+            num_blocks: number of full blocks.
         """
         while len(self._keys) < num_blocks:
             start = len(self._keys) * self._block_size

@@ -1,7 +1,7 @@
-"""Paged caches: a block for every few tokens, shared by reference counts (PagedAttention, Kwon et al. 2023).
+"""Paged KV caches: blocks of a fixed number of tokens with reference counts (PagedAttention, Kwon et al. 2023).
 
-Sequences that begin with the same tokens hold the same full blocks. Of a block that is not full, a sibling gets a copy,
-since it writes into it next.
+Sequences with the same prefix hold the same full blocks. A sibling gets a copy of a block that is not full, since it
+writes into that block next.
 """
 
 from collections.abc import Container, Sequence
@@ -13,17 +13,17 @@ from enginewright.runtime.cache.pool import Pool, Tag
 
 
 def blocks_of(group: PagedCache, length: int, chunk: int) -> int:
-    """Blocks of a group that a sequence of `length` positions holds at most, computed `chunk` tokens at a time."""
+    """Maximum number of blocks that a sequence of `length` positions holds, computed `chunk` tokens at a time."""
     whole = -(-length // group.block_size)
     if not group.window:
         return whole
-    # A chunk sees the window before its first token; its positions may begin at the end of a block.
+    # A chunk's first token sees the window before it, and the first of these positions may be the last of a block.
     positions = group.window + chunk - 1
     return min(whole, _num_kept(group) - (-(positions - 1) // group.block_size) + 1)
 
 
 def _num_kept(group: PagedCache) -> int:
-    """First blocks that a window never gives back."""
+    """Number of first blocks that a group with a window never releases (attention sinks)."""
     return -(-group.kept_tokens // group.block_size) if group.window else 0
 
 
@@ -31,27 +31,31 @@ def _num_kept(group: PagedCache) -> int:
 class BlockTable:
     """The blocks of one sequence in one group."""
 
-    reserved: int  # without a window: blocks that it may still take; with one: blocks that it may hold at once
-    num_kept: int  # first blocks that are never given back
-    blocks: list[int] = field(default_factory=list)  # by logical block; those that were given back are 0
-    dropped: int = 0  # logical blocks from num_kept up to here have been given back
-    num_tagged: int = 0  # logical blocks whose content has a key
-    pending: list[tuple[int, Tag]] = field(default_factory=list)  # those with a key that nobody else may use yet
+    # Without a window, number of blocks that it may still take; with one, number of blocks that it may hold at once.
+    reserved: int
+    num_kept: int  # number of first blocks that are never released
+    blocks: list[int] = field(default_factory=list)  # block by logical block; 0 where it was released
+    dropped: int = 0  # end of the logical blocks, from num_kept on, that were released
+    num_tagged: int = 0  # number of logical blocks whose content has a key
+    pending: list[tuple[int, Tag]] = field(default_factory=list)  # blocks with a key that is not published yet
 
     @property
     def held(self) -> list[int]:
+        """Blocks that have not been released, in order."""
         return self.blocks[: min(self.num_kept, self.dropped)] + self.blocks[self.dropped :]
 
 
 class PagedBlocks(CacheKind[BlockTable]):
-    """Blocks are reserved before they are taken, so that a step, once planned, never lacks any.
+    """The blocks of one paged group. They are reserved before they are taken, so a planned step never lacks any.
 
-    A reservation in a group without a window counts what is still to be taken: blocks shared at the beginning are not
-    paid for twice. In a group with a window it counts all that a sequence may hold: a shared block that one gives back
-    is still held by another, so sharing saves nothing there that could be relied upon.
+    In a group without a window, a reservation counts the blocks still to be taken: shared blocks of a prefix are not
+    counted twice. In a group with a window it counts all blocks that a sequence may hold: a shared block that one
+    sequence releases is still held by another, so nobody can rely on what sharing saves.
 
     Args:
-        chunk: tokens of a sequence that are computed at once, at most.
+        group: the plan's cache group.
+        num_blocks: number of its blocks.
+        chunk: maximum number of tokens of a sequence that one step computes.
     """
 
     def __init__(self, group: PagedCache, num_blocks: int, chunk: int) -> None:
@@ -130,7 +134,7 @@ class PagedBlocks(CacheKind[BlockTable]):
         held.pending.clear()
 
     def can_truncate(self, held: BlockTable, computed: int, length: int, keys: Sequence[bytes]) -> bool:
-        """Not if what is left lacks a block that has fallen out of the window, or ends within one that others hold."""
+        """False if a block that would be seen was released, or if a block that others hold would be overwritten."""
         full, partial = divmod(length, self._block_size)
         rewrites_shared = partial and full < len(held.blocks) and self.pool.is_shared(held.blocks[full])
         return self._sees(held, length) and not rewrites_shared
@@ -154,7 +158,7 @@ class PagedBlocks(CacheKind[BlockTable]):
         held.dropped = min(held.dropped, len(held.blocks))
 
     def release(self, held: BlockTable) -> None:
-        """The ends of sequences are forgotten before their beginnings."""
+        """Releases the last blocks first, so that they are evicted before the prefix that more sequences share."""
         for block, tag in held.pending:
             self.pool.forget(block, tag)
         for block in reversed(held.held):
@@ -164,23 +168,23 @@ class PagedBlocks(CacheKind[BlockTable]):
 
     @property
     def _room(self) -> int:
-        """Blocks that may still be reserved."""
+        """Number of blocks that may still be reserved."""
         return (self.pool.num_places if self._window else self.pool.num_free) - self._reserved
 
     def _to_reserve(self, length: int, shared: int) -> int:
         return blocks_of(self._group, length, self._chunk) - (0 if self._window else shared)
 
     def _first_seen(self, position: int) -> int:
-        """The first logical block of the window of a position."""
+        """The first logical block in the window of a position; 0 without a window."""
         return max(position - self._window + 1, 0) // self._block_size if self._window else 0
 
     def _needed(self, count: int, position: int) -> Sequence[int]:
-        """Of the first `count` logical blocks, those that a position behind them sees."""
+        """The subset of the first `count` logical blocks that attention at `position`, after them, reads."""
         kept = min(self._num_kept, count)
         return [*range(kept), *range(max(self._first_seen(position), kept), count)]
 
     def _sees(self, held: BlockTable, position: int) -> bool:
-        """Whether nothing has been given back that a position sees."""
+        """True if no block has been released that attention at a position reads."""
         return held.dropped <= max(self._first_seen(position), held.num_kept)
 
     def _open(self, length: int, blocks: list[int], position: int) -> BlockTable:
@@ -192,7 +196,7 @@ class PagedBlocks(CacheKind[BlockTable]):
         return table
 
     def _drop_unseen(self, held: BlockTable, computed: int) -> None:
-        """Give back what fell out of the window of the first position that is not computed."""
+        """Releases the blocks before the window of position `computed`, the next to be computed."""
         end = min(self._first_seen(computed), len(held.blocks))
         for place in range(max(held.dropped, held.num_kept), end):
             self.pool.drop(held.blocks[place])

@@ -1,4 +1,4 @@
-"""The places of one cache group: how many sequences hold each, and what those that nobody holds still keep."""
+"""The places of one cache group: how many sequences hold each, and which content can still be found by its key."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,45 +6,48 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class Tag:
-    """What a place holds that others may find."""
+    """The key of a place's content. A new object is made each time, so that an outdated tag is recognized."""
 
-    key: bytes  # of all tokens up to its end (PrefixKeys)
+    key: bytes  # hash of all tokens up to the end of the content (PrefixKeys)
 
 
 class Pool:
-    """Blocks or slots: reference counts, a free list, and an index of what they hold by key.
+    """Blocks or slots with reference counts, a free list, and an index of their content by key.
 
-    A place whose tag is published can be found, also when nobody holds it any more, until it is taken for something
-    else: first those that keep nothing, then the least recently used.
+    A place whose tag is published can be found until it is reused, even when no sequence holds it any more. Free places
+    without a tag are used first, then the least recently used ones.
     """
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
         self._holders = [0] * num_places
-        # Taken from the end, so that low places are used first and memory is committed as it is needed.
+        # Free places without a tag. They are taken from the end, so that low places are used first and the system
+        # commits memory only as it is needed.
         self._blank = list(range(num_places - 1, -1, -1))
-        self._kept: dict[int, None] = {}  # held by nobody, with a tag; the least recently used first
+        self._kept: dict[int, None] = {}  # free places with a tag; the least recently used first
         self._tags: dict[int, Tag] = {}
         self._published: dict[bytes, int] = {}
-        # Called with a key that can be found from now on (True), or cannot any more.
+        # Called with a key that can be found from now on (True), or no longer can (False).
         self.watch: Callable[[bytes, bool], None] | None = None
-        # Called with a key and its place where the place can be found from now on, and before it is taken for something
-        # else: what it holds is there to be read.
+        # Called with a key and its place when the place can be found from now on, and again before it is reused. The
+        # content can be read during the call.
         self.save: Callable[[bytes, int], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """Places that nobody holds."""
+        """Number of places that no sequence holds."""
         return len(self._blank) + len(self._kept)
 
     def is_held(self, place: int) -> bool:
+        """True if at least one sequence holds a place."""
         return self._holders[place] > 0
 
     def is_shared(self, place: int) -> bool:
+        """True if more than one sequence holds a place."""
         return self._holders[place] > 1
 
     def take(self) -> int:
-        """A place for new content, held once. What it kept is forgotten."""
+        """Takes a free place for new content, with one holder. Its old content can no longer be found."""
         if self._blank:
             place = self._blank.pop()
         else:
@@ -57,19 +60,20 @@ class Pool:
         return place
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a place with this content can be found, held or not."""
+        """True if content with this key can be found, held or not."""
         return key in self._published
 
     def place_of(self, key: bytes) -> int:
+        """The place of content that can be found."""
         return self._published[key]
 
     def hold(self, place: int) -> None:
-        """One more sequence holds a place that was found or is held by another."""
+        """Adds a holder to a place that was found, or that another sequence holds."""
         self._kept.pop(place, None)
         self._holders[place] += 1
 
     def drop(self, place: int) -> None:
-        """One sequence less."""
+        """Removes a holder. Without any, the place is free, and its content can be found until it is reused."""
         self._holders[place] -= 1
         if self._holders[place] == 0:
             if place in self._tags:
@@ -78,12 +82,12 @@ class Pool:
                 self._blank.append(place)
 
     def tag(self, place: int, key: bytes) -> Tag:
-        """Note what a place holds now. Nobody finds it before it is published."""
+        """Sets the key of a place's content. It can be found only once the tag is published."""
         self._tags[place] = Tag(key)
         return self._tags[place]
 
     def publish(self, place: int, tag: Tag) -> None:
-        """Let others find a place, if it has not been taken for something else since it was tagged."""
+        """Lets others find a place, unless it was reused or got another tag in the meantime."""
         if self._tags.get(place) is not tag:
             return
         if tag.key in self._published:  # the same tokens were computed twice; one is enough
@@ -96,7 +100,7 @@ class Pool:
                 self.save(tag.key, place)
 
     def forget(self, place: int, tag: Tag) -> None:
-        """A place keeps nothing that anybody may use."""
+        """Removes a tag from its place, whose content can then no longer be found."""
         if self._tags.get(place) is not tag:
             return
         self._untag(place)
@@ -105,7 +109,7 @@ class Pool:
             self._blank.append(place)
 
     def overwrite(self, place: int) -> None:
-        """A place that is held will get other content, so it is not found any more."""
+        """Removes the tag of a held place, which is about to get other content."""
         if place in self._tags:
             self._untag(place)
 

@@ -1,10 +1,10 @@
-"""Recurrent states: a slot for each sequence that runs, and snapshots for those that will begin alike.
+"""Recurrent states: a slot for each running sequence, and snapshots for later sequences with the same prefix.
 
-A state is of all tokens up to a position and of no other, so a sequence can only begin where somebody has kept a copy:
-at multiples of a group's `snapshot_tokens`, at the last full block of the text that it was admitted with, and where
-that text parts from one that came before it, which the blocks of other groups show: others are likely to part there,
-too (https://arxiv.org/abs/2411.19379). A snapshot is found by the key of the block that ends there, and is kept, as
-blocks are, until its slot is needed.
+A state is that of one position, so a new sequence can only start from a position where a copy was kept, a snapshot.
+Snapshots are taken at multiples of a group's `snapshot_tokens`, after the last full block of the text that a sequence
+was admitted with, and where that text diverges from an earlier one, as the blocks of other groups show: later sequences
+are likely to diverge there, too (https://arxiv.org/abs/2411.19379). A snapshot is found by the key of the block that
+ends there, and is kept, as blocks are, until its slot is needed.
 """
 
 from collections.abc import Container, Sequence
@@ -16,43 +16,49 @@ from enginewright.runtime.cache.pool import Pool, Tag
 
 
 def slots_of(length: int) -> int:
-    """Slots for a sequence of `length` positions: its own, and a snapshot that others may begin with."""
+    """Number of slots for a sequence of `length` positions: its own, and a snapshot that other sequences share."""
     return 2 if length else 0
 
 
 @dataclass
 class Snapshot:
-    """A copy of a sequence's state that nobody else may use yet."""
+    """A copy of a sequence's state that no other sequence may use yet."""
 
-    position: int  # tokens that it has seen
-    slot: int
-    tag: Tag | None = None  # None: its last tokens are not known
+    position: int  # number of tokens that the state has seen
+    slot: int  # slot of the copy
+    tag: Tag | None = None  # key of the state; None: its last tokens are not known yet
 
 
 @dataclass
 class StateSlot:
-    """What one sequence holds in one group."""
+    """The slots of one sequence in one group."""
 
-    slot: int
-    snapshots_end: int  # no snapshot is taken up to this position: one is there, or there was no room for it
-    # Where it takes snapshots beside multiples of the interval: behind the last full block of what it was admitted with
-    # and that at least one token follows, and where it parts from others.
+    slot: int  # slot of its state
+    snapshots_end: int  # position up to which no snapshot is taken any more: one exists, or there was no room for it
+    # Positions of snapshots in addition to multiples of the interval: the end of the last full block of the text that
+    # it was admitted with and that at least one token follows, and the position where it diverges from other texts.
     stops: tuple[int, ...]
-    shares: bool  # it takes snapshots
-    pending: list[Snapshot] = field(default_factory=list)
-    checkpoint: Snapshot | None = None  # what it was before the guesses that are being computed
+    shares: bool  # true of a sequence that takes snapshots
+    pending: list[Snapshot] = field(default_factory=list)  # snapshots that are not published yet
+    checkpoint: Snapshot | None = None  # state before the draft tokens that are being computed
 
     @property
     def held(self) -> list[int]:
+        """The slot of the state, in a list as for BlockTable.held."""
         return [self.slot]
 
 
 class StateSlots(CacheKind[StateSlot]):
-    """A sequence never lacks its slot once it is admitted. Snapshots take what those that may still come leave.
+    """The slots of one recurrent group: one for each running sequence, and the rest for snapshots.
+
+    An admitted sequence always has its slot: snapshots that are not published, and checkpoints, leave enough slots for
+    all sequences that may run.
 
     Args:
-        sequences: that run at once, at most.
-        block_size: tokens of a block with a key; None if no beginning can be shared.
+        group: the plan's cache group.
+        num_slots: number of its slots.
+        sequences: maximum number of sequences that run at once.
+        block_size: number of tokens of a block with a key; None if no prefix can be shared.
     """
 
     def __init__(self, group: RecurrentState, num_slots: int, sequences: int, block_size: int | None) -> None:
@@ -75,7 +81,7 @@ class StateSlots(CacheKind[StateSlot]):
     def open(
         self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, divergence_position: int
     ) -> StateSlot:
-        """It begins with a copy of a snapshot, or with the snapshot itself if no other slot is free."""
+        """Starts with a copy of a snapshot, or with the snapshot itself if no other slot is free."""
         pool, shared = self.pool, len(keys) * self._block_size
         if not keys:
             slot = pool.take()
@@ -92,7 +98,7 @@ class StateSlots(CacheKind[StateSlot]):
         return StateSlot(slot, shared, (divergence_position, last_block), shares and self._may_share)
 
     def can_fork(self, held: StateSlot, computed: int, shared: int, length: int, watermark_blocks: int) -> bool:
-        """Only where the state stands: what it was before is gone."""
+        """True at the state's own position only: earlier states are gone."""
         return shared == computed and self.pool.num_free > 0
 
     def fork(self, held: StateSlot, shared: int, length: int, copies: Copies) -> StateSlot:
@@ -101,12 +107,12 @@ class StateSlots(CacheKind[StateSlot]):
         return StateSlot(slot, shared, held.stops, held.shares)
 
     def extend(self, held: StateSlot, computed: int, length: int, new: list[int], copies: Copies) -> None:
-        """Steps before this one have brought the state to `computed`: if that is a stop, a copy is made now."""
+        """Takes a snapshot if position `computed`, which the state has reached, is one of its stops."""
         if computed == 0:
             new.append(held.slot)
         elif held.shares and computed > held.snapshots_end and self._is_stop(held, computed):
             if self._num_pending == self._max_pending and held.pending:
-                self._forget(held.pending.pop(0))  # the longest beginning is worth most
+                self._forget(held.pending.pop(0))  # the snapshot of the longest prefix is worth most
             if self._num_pending < self._max_pending:
                 self._num_pending += 1
                 held.pending.append(Snapshot(computed, self.pool.take()))
@@ -127,7 +133,7 @@ class StateSlots(CacheKind[StateSlot]):
         held.pending = [snapshot for snapshot in held.pending if snapshot.tag is None]
 
     def can_truncate(self, held: StateSlot, computed: int, length: int, keys: Sequence[bytes]) -> bool:
-        """Only to where its state stands, to a snapshot, or to nothing."""
+        """True for the state's own position, a snapshot's position, and 0."""
         return length in (0, computed) or self._snapshot_at(held, length, keys) is not None
 
     def truncate(self, held: StateSlot, computed: int, length: int, keys: Sequence[bytes], copies: Copies) -> None:
@@ -142,7 +148,7 @@ class StateSlots(CacheKind[StateSlot]):
         held.snapshots_end = min(held.snapshots_end, length)
 
     def checkpoint(self, held: StateSlot, computed: int, copies: Copies) -> bool:
-        """By a copy, made before the next step."""
+        """Copies the state before the next step; False if no slot is left for it."""
         if self._num_pending == self._max_pending:
             return False
         self._num_pending += 1
@@ -175,7 +181,7 @@ class StateSlots(CacheKind[StateSlot]):
         return position % self._interval == 0 or position in held.stops
 
     def _snapshot_at(self, held: StateSlot, position: int, keys: Sequence[bytes]) -> int | None:
-        """The slot of a snapshot, its own or one that all may use."""
+        """Slot of a snapshot at a position, the sequence's own or a published one; None if there is none."""
         for snapshot in (*held.pending, held.checkpoint):
             if snapshot is not None and snapshot.position == position:
                 return snapshot.slot
