@@ -1,1 +1,1 @@
-"""Sequences, and the arrays and sizes of the step that computes some of their tokens."""
+"""Sequences, and the plan, arrays and sizes of a step that computes some of their tokens."""

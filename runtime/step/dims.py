@@ -1,19 +1,20 @@
-"""How a step's sizes are counted, by the names that a plan has for them."""
+"""Counts the sizes of a step, which a plan names: tokens, sequences, rows of logits, and others."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from enginewright.errors import NoCodeForMachineError
 from enginewright.plan import COMMON_DIMS, CacheGroup, PagedCache, StepSizes
 
-SPLIT_TOKENS = 256  # positions of one partial result of attention
+SPLIT_TOKENS = 256  # number of positions that one partial result of attention covers
 
 
 def widest_block_table(caches: Sequence[CacheGroup]) -> int:
-    """Tokens of a block of the group whose block tables are the widest; 1 where no group has block tables."""
+    """Block size, in tokens, of the group with the widest block tables; 1 if no group has block tables."""
     return min((cache.block_size for cache in caches if isinstance(cache, PagedCache)), default=1)
 
 
-# The dims behind COMMON_DIMS that this release knows: how many positions of the step's longest sequence count as one.
+# Dimensions after COMMON_DIMS that this release knows. Each function returns how many positions of the step's longest
+# sequence count as 1.
 POSITIONS: Mapping[str, Callable[[Sequence[CacheGroup]], int]] = {
     "kv_blocks": widest_block_table,  # the width of the widest block table
     "kv_splits": lambda caches: SPLIT_TOKENS,
@@ -24,10 +25,11 @@ class StepCounter:
     """Counts the sizes of a plan's steps.
 
     Args:
-        dims, caches: the plan's.
+        dims: names of the plan's dimensions.
+        caches: the plan's cache groups.
 
     Raises:
-        NoCodeForMachineError: the plan counts something that this release does not know.
+        NoCodeForMachineError: the plan has a dimension that this release does not know.
     """
 
     def __init__(self, dims: Sequence[str], caches: Sequence[CacheGroup]) -> None:
@@ -43,10 +45,17 @@ class StepCounter:
         self._positions = tuple(POSITIONS[dim](caches) for dim in others)
 
     def sizes(self, tokens: int, sequences: int, logit_rows: int, longest: int) -> StepSizes:
-        """longest: positions of the longest sequence, after the step."""
+        """Sizes of a step.
+
+        Args:
+            tokens: number of tokens that it computes.
+            sequences: number of sequences that they belong to.
+            logit_rows: number of tokens that give logits.
+            longest: number of positions of the longest sequence, after the step.
+        """
         others = [-(-longest // positions) for positions in self._positions]
         return StepSizes(self._dims, (tokens, sequences, logit_rows, *others))
 
     def unchanged_up_to(self, longest: int) -> int:
-        """The length up to which a sequence that grows from `longest` gives the same sizes."""
+        """Maximum length that gives the same sizes as `longest` does, in positions of the longest sequence."""
         return min((-(-longest // positions) * positions for positions in self._positions), default=1 << 62)

@@ -1,4 +1,4 @@
-"""Inputs and outputs of an executor for one step: numbers and arrays, and no sequence."""
+"""Inputs and outputs of an executor for one step: numbers and arrays, without references to sequences."""
 
 import msgspec
 import numpy as np
@@ -11,26 +11,27 @@ Arrays = dict[str, NDArray[np.int32]]
 
 
 class StepInputs(msgspec.Struct, frozen=True):
-    """All that an executor sees of one step.
+    """Everything that an executor knows about one step.
 
-    It holds numbers and arrays only, so that msgspec can carry it to another process.
+    It holds only numbers and arrays, so that msgspec can send it to another process.
     """
 
-    sizes: StepSizes  # of this step, by the plan's dims
+    sizes: StepSizes  # sizes of this step, by the plan's dimensions
     # int32 arrays by the names of the plan's inputs (enginewright/plan.py), valid until the next step is planned. A
-    # token below 0 stands for one that the step before samples: -1 - n is that of its n-th row of logits.
+    # negative token stands for one that the previous step samples: -1 - n is the token of its row n of logits.
     arrays: Arrays
-    # (from, to), blocks or slots of each cache group, to copy before anything else happens, in this order: one may be
-    # copied from, and then to.
+    # For each cache group, pairs (from, to) of blocks or slots to copy before anything else. The order matters: a place
+    # may be copied from, and overwritten by a later copy.
     copies: tuple[list[tuple[int, int]], ...]
-    # Blocks or slots of each cache group that a sequence holds from this step on. They are zeroed after the copies: a
-    # state begins with zeros, and kernels read whole blocks, where the last sequence may have left NaN.
+    # For each cache group, blocks or slots that a sequence holds from this step on. The CPU zeroes them after the
+    # copies: a state starts with zeros, and kernels read whole blocks, in which an earlier sequence may have left NaN.
+    # A GPU zeroes states only, since its attention reads no position that its queries do not see.
     new_blocks: tuple[list[int], ...]
-    hidden: NDArray[np.float32] | None = None  # [tokens, columns], HIDDEN_BEFORE, where the executor's plan is given it
+    hidden: NDArray[np.float32] | None = None  # [tokens, columns], the plan's input HIDDEN_BEFORE, if it has one
 
 
 class StepOutputs(msgspec.Struct, frozen=True):
-    """Results of a step by the names of the plan's outputs. The next step overwrites them."""
+    """Results of a step. The next step overwrites them."""
 
-    logits: Logits  # [logit_rows, vocab_size]; of an embedding model the rows of texts that end, in their order
-    hidden: Logits | None = None  # HIDDEN, [tokens, columns], of a plan that shows it
+    logits: Logits  # [logit_rows, vocab_size]; for an embedding model, a row for each text that ends, in order
+    hidden: Logits | None = None  # [tokens, columns], the plan's output HIDDEN, if it has one

@@ -14,22 +14,24 @@ from enginewright.runtime.step.step_plan import ScheduledTokens
 
 
 class _PagedInputs:
-    """What a paged group adds to a step's arrays."""
+    """The block tables of a paged group, and the names of its arrays in a step."""
 
     def __init__(self, index: int, block_size: int, table: NDArray[np.int32]) -> None:
         self.index, self.block_size = index, block_size
-        self.table = table  # of all sequences that run, [row, logical block]
+        self.table = table  # [row of a running sequence, logical block]
         self.table_name, self.slots_name = f"block_table.{index}", f"slots.{index}"
 
 
 class Packer:
-    """Makes the arrays of a step; of one that decodes the same sequences as the last one, only what has changed.
+    """Builds the arrays of a step. If it decodes the same sequences as the last one, only changes are written.
 
-    Sequences that run have a row each of tables that stay, and a step's are put together from these. In a row, what its
-    sequence does not see is of no meaning. Of a recurrent state, a sequence has one slot: `state_slots.{group}`.
+    Each running sequence has a row in block tables that persist, and the tables of a step are gathered from these rows.
+    Entries of a row beyond the sequence's blocks, or before its window, have no meaning. In a recurrent group a
+    sequence has one slot, in the array `state_slots.{group}`.
 
     Args:
-        limits: of a step, which are those of all that runs.
+        groups: the plan's cache groups.
+        limits: sizes of the largest step; no more sequences run than it has.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], limits: StepSizes) -> None:
@@ -41,34 +43,38 @@ class Packer:
         self._states = [index for index, group in enumerate(groups) if not isinstance(group, PagedCache)]
         self._counter = StepCounter(limits.dims, groups)
         self._free_rows = list(range(limits.sequences))
-        self._rows = np.empty(0, np.intp)  # of the last step's sequences
+        self._rows = np.empty(0, np.intp)  # rows of the last step's sequences
         self._block_size = widest_block_table(groups)
         self._arrays: Arrays = {}
-        self._moving = np.empty((0, 0), np.int32)  # in a step of decodes: slots of each group, positions, kv_len
-        self._in_flight = False  # the tokens of the last step: none of them was known
+        self._moving = np.empty((0, 0), np.int32)  # of a step of decodes, [slots of each group, positions, kv_len]
+        self._in_flight = False  # true if the last step's input tokens were still in flight
         self._sizes = self._counter.sizes(0, 0, 0, 0)
-        self._longest = 0  # positions of the longest sequence
-        self._unchanged_up_to = 0  # positions of the longest sequence, in steps of the same sizes
+        self._longest = 0  # number of positions of the longest sequence
+        self._unchanged_up_to = 0  # value of _longest up to which the sizes stay the same
 
     def place(self, sequence: TokenSequence) -> None:
-        """It runs from now on, with the blocks that it has."""
+        """Gives a sequence that begins to run a row, and copies its blocks into it."""
         sequence.row = self._free_rows.pop()
         for paged in self._paged:
             blocks = sequence.held[paged.index].blocks
             paged.table[sequence.row, : len(blocks)] = blocks
 
     def remove(self, sequence: TokenSequence) -> None:
+        """Frees the row of a sequence that no longer runs."""
         self._free_rows.append(sequence.row)
 
     def pack(
         self, scheduled: Sequence[ScheduledTokens], num_decodes: int, growing: Sequence[ScheduledTokens]
     ) -> tuple[StepSizes, Arrays]:
-        """Makes the sizes and arrays of a step.
+        """Builds the sizes and arrays of a step.
 
         Args:
-            scheduled: tokens of sequences whose block tables reach to the end of what is computed.
-            num_decodes: the first of them, of one token each, after which no draft token is verified.
-            growing: those that may have got blocks for this step.
+            scheduled: the tokens to compute; each sequence already holds the blocks for them.
+            num_decodes: number of its first entries that have one token each, and no draft tokens.
+            growing: entries whose sequences may have got new blocks for this step.
+
+        Returns:
+            The step's sizes, and its arrays by the names of the plan's inputs, valid until the next call.
         """
         for part in growing:
             sequence = part.sequence
@@ -79,7 +85,7 @@ class Packer:
         counts = [part.num_tokens for part in scheduled]
         starts = np.array([0, *accumulate(counts)], np.int32)
         kv_len = np.array([part.first for part in scheduled], np.int32)
-        owners = np.repeat(np.arange(len(scheduled)), counts)  # a token's part
+        owners = np.repeat(np.arange(len(scheduled)), counts)  # index in `scheduled` of each token
         positions = np.arange(len(owners), dtype=np.int32) + (kv_len - starts[:-1])[owners]
         kv_len += counts
         seconds = np.array([sequence.second_from for sequence in sequences], np.int32)
@@ -119,11 +125,19 @@ class Packer:
         return self._sizes, self._arrays
 
     def advance(self, sequences: Sequence[TokenSequence], growing: Sequence[int]) -> tuple[StepSizes, Arrays]:
-        """Makes those of a step that takes one token of each sequence, as the last one did, and now their next."""
-        if not sequences[0].num_in_flight_tokens:  # so all of them are known: a step is committed as a whole
+        """Builds the sizes and arrays of a step that repeats the last one, with the next token of each sequence.
+
+        Args:
+            sequences: those of the last step, which had one token each.
+            growing: indices in `sequences` of those that got a new block for this step.
+
+        Returns:
+            As `pack` does.
+        """
+        if not sequences[0].num_in_flight_tokens:  # then all tokens are known, since a step is committed as a whole
             self._arrays["tokens"][:] = [sequence.token_ids[-1] for sequence in sequences]
             self._in_flight = False
-        elif not self._in_flight:  # row n is that of sequence n, as in the step before
+        elif not self._in_flight:  # row n of the previous step's logits is that of sequence n
             self._arrays["tokens"][:] = np.arange(-1, -1 - len(sequences), -1)
             self._in_flight = True
         self._moving += 1
@@ -145,14 +159,14 @@ class Packer:
         self._unchanged_up_to = self._counter.unchanged_up_to(self._longest)
 
     def _gather(self) -> None:
-        """New block tables, since whoever has the last ones may not be done with them."""
+        """Builds new block tables, since an executor may still read the last step's."""
         width = -(-self._longest // self._block_size)
         for paged in self._paged:
             self._arrays[paged.table_name] = paged.table[self._rows, :width]
 
 
 def _input_tokens(part: ScheduledTokens) -> list[int]:
-    """Token ids of what is read in: those that are known, then one in flight or draft tokens."""
+    """Token ids of one sequence's part of a step: known tokens, then one in flight, or draft tokens."""
     sequence = part.sequence
     tokens = sequence.token_ids[part.first : part.end]
     missing = part.num_tokens - len(tokens)

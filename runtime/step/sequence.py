@@ -1,4 +1,4 @@
-"""One sequence of tokens in the making."""
+"""The state of one sequence of tokens: its text so far, its progress, and what it holds of the caches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,76 +16,76 @@ NEVER = 2**31 - 1  # a position that no sequence has
 class TokenSequence:
     """A prompt and the tokens that were sampled after it.
 
-    What it is, is given when it is made and stays. What is computed of it and what it holds is written by those who
-    schedule it: `runtime/scheduler/`, or a draft for the sequences of its own.
+    The first group of fields is set when the sequence is created. The others are written by what schedules it:
+    `runtime/scheduler/`, or a draft model for sequences of its own.
     """
 
-    # What it is.
-    token_ids: list[int]  # prompt, then output: all that are known; the scheduler appends what is committed
-    num_prompt_tokens: int
-    max_tokens: int  # of prompt and output together
+    # Identity and rules.
+    token_ids: list[int]  # known tokens, prompt and then output; the scheduler appends committed tokens
+    num_prompt_tokens: int  # number of tokens of the prompt
+    max_tokens: int  # maximum number of tokens, prompt and output together
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
     request: SamplingRequest | None = None  # rules of sampling; None: nothing is sampled, and it ends with its prompt
-    # A step gives logits for each position, once more after a preemption, instead of for the last one. The scheduler
-    # clears it when all of a prompt is scored.
+    # True if steps give logits for each position of the prompt, and not only for the last one; after a preemption they
+    # do so again. The scheduler clears it when the whole prompt is scored.
     needs_prompt_logits: bool = False
-    cache_salt: str = ""  # it shares KV blocks with sequences of the same salt only
-    sibling_of: "TokenSequence | None" = None  # an earlier answer to the same prompt, whose KV it shares
-    second_from: int = NEVER  # first position of the second text, of two that are embedded as one
-    work: WorkClass = DEFAULT_WORK  # how urgent it is, and whose
-    is_beam: bool = False  # its next token is not the sampled one, but the one that Scheduler.choose is given
+    cache_salt: str = ""  # KV blocks are shared only among sequences of the same salt
+    sibling_of: "TokenSequence | None" = None  # an earlier completion of the same prompt, whose KV it shares
+    second_from: int = NEVER  # first position of the second text, if two texts are embedded as a pair
+    work: WorkClass = DEFAULT_WORK  # priority and tenant
+    is_beam: bool = False  # true of a beam: Scheduler.choose sets its next token, instead of sampling
 
-    # How far it is.
-    draft_tokens: list[int] = field(default_factory=list)  # tokens that may come next (Scheduler.propose)
-    deferred: bool = False  # no step takes it, since its grammar has not said what may come next (Scheduler.defer)
-    recomputing: bool = False  # a state went back before a wrong draft token: some tokens are computed once more
-    num_tokens: int = field(init=False)  # tokens that are known, and those that planned steps sample
-    logits_row: int = 0  # row of the step that was planned last for it, which its token in flight is sampled from
-    num_computed_tokens: int = 0  # tokens whose KV is in the cache once the steps planned so far are done
+    # Progress.
+    draft_tokens: list[int] = field(default_factory=list)  # draft tokens to verify next (Scheduler.propose)
+    deferred: bool = False  # true while steps leave it out, since its grammar's mask is not ready (Scheduler.defer)
+    recomputing: bool = False  # true if a recurrent state was rolled back so far that known tokens are computed again
+    num_tokens: int = field(init=False)  # number of tokens that are known or that planned steps sample
+    logits_row: int = 0  # first row of its last planned step's logits that its tokens are sampled from
+    num_computed_tokens: int = 0  # number of tokens whose KV is in the cache once the planned steps are done
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
 
-    # How it waits and runs.
+    # Queueing.
     admitted_at: float | None = None  # time of its first admission by time.perf_counter, in seconds
-    num_cached_tokens: int | None = None  # prompt tokens that were in the cache when it was first admitted
-    num_charged_tokens: int = 0  # computed tokens that count in its tenant's share
-    queued_at: float = 0.0  # time when it last began to wait by the scheduler's clock, in seconds
-    waited_s: float = 0.0  # seconds that it waited before it was last admitted, all times together
+    num_cached_tokens: int | None = None  # number of prompt tokens that were in the cache at its first admission
+    num_charged_tokens: int = 0  # number of computed tokens that count in its tenant's share
+    queued_at: float = 0.0  # time when it last began to wait, by the scheduler's clock, in seconds
+    waited_s: float = 0.0  # seconds that it has waited in all, up to its last admission
     effective_priority: int = 0  # priority that it was last admitted with (WorkClass.effective_priority)
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # number of times that it was preempted
 
-    # What it holds of the cache.
-    held: list[Any] = field(default_factory=list)  # a BlockTable or a StateSlot of each cache group; none: it waits
+    # Holdings in the caches.
+    held: list[Any] = field(default_factory=list)  # BlockTable or StateSlot of each cache group; empty while it waits
     row: int = 0  # row of the block tables while it runs (Packer)
-    keys: PrefixKeys | None = None  # keys of its full blocks, if it shares them
-    keys_in_flight: Sequence[bytes] = ()  # keys of blocks that others wait for, since this one writes them soon
-    has_unpublished_blocks: bool = False  # others may use some of its blocks once a token is sampled after them
+    keys: PrefixKeys | None = None  # keys of its full blocks; None: it shares none
+    keys_in_flight: Sequence[bytes] = ()  # keys of blocks that it will write soon, for which other sequences may wait
+    has_unpublished_blocks: bool = False  # true if some blocks will be shared once a token is sampled after them
 
-    # Figures of speculation, by the speculator.
-    num_guessed: int = 0  # draft tokens that were verified
-    num_accepted: int = 0  # draft tokens that were right
+    # Counts of speculative decoding, written by the speculator.
+    num_guessed: int = 0  # number of draft tokens that were verified
+    num_accepted: int = 0  # number of draft tokens that were right
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """Number of tokens that planned steps sample, and that are not committed.
+        """Number of tokens that planned steps sample and that are not committed yet.
 
-        When another step is planned, that is at most one, or one more than there are draft tokens.
+        When the next step is planned, it is at most 1, or 1 more than the number of draft tokens.
         """
         return self.num_tokens - len(self.token_ids)
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar that its tokens have to follow."""
+        """The grammar that its tokens have to follow; None if any may come."""
         return None if self.request is None else self.request.grammar
 
     @property
     def is_parked(self) -> bool:
-        """A beam that waits for its next token to be chosen: there is nothing to compute of it."""
+        """True of a beam that waits for Scheduler.choose: there is nothing to compute."""
         return self.is_beam and self.num_computed_tokens == self.num_tokens == len(self.token_ids)
 
     @property
     def is_running(self) -> bool:
-        """Admitted, and neither preempted nor ended."""
+        """True if it is admitted, and neither preempted nor finished."""
         return bool(self.held)

@@ -1,18 +1,18 @@
-"""How much a step may do and still end within a goal."""
+"""Limits the prompt tokens of a step, so that it ends within a goal for its duration."""
 
 from enginewright.runtime.step.step_cost import StepCost
 
-AIM = 0.9  # of the goal: no prediction is exact
-LEAST_S = 1e-9  # of a token: below, it is noise
-LEAST_COST = 8.0  # of a step's prompts, in tokens: they come to an end, even where the goal cannot be kept
+AIM = 0.9  # share of the goal that a step is planned for, since no prediction is exact
+LEAST_S = 1e-9  # minimum of the seconds of a token, against division by zero
+LEAST_COST = 8.0  # tokens of prompts that a step always computes, so that prompts end even if the goal cannot be kept
 
 
 class StepGoal:
-    """What is left of a step's time for prompts.
+    """Divides a step's time between decodes and prompts.
 
     Args:
-        seconds: that a step may take.
-        cost: learns what steps take by their work: tokens, each by its cost (prompt_cost.py).
+        seconds: maximum duration of a step.
+        cost: predicts a step's duration from its work, in tokens weighted by their cost (prompt_cost.py).
     """
 
     def __init__(self, seconds: float, cost: StepCost) -> None:
@@ -20,9 +20,10 @@ class StepGoal:
 
     @property
     def is_measured(self) -> bool:
+        """True once a step has been measured; before that, nothing can be predicted."""
         return self._cost.is_measured
 
     def left(self, work: float) -> float:
-        """What prompts may cost beside work of so many tokens."""
+        """Maximum cost of a step's prompts, given the cost of its other work. The unit is that of PromptCost."""
         most = (AIM * self._seconds - self._cost.fixed) / max(self._cost.of_token, LEAST_S)
         return max(most - work, LEAST_COST)

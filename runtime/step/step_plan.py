@@ -1,4 +1,4 @@
-"""One step, as the scheduler plans it: what the executor is given, and what becomes of the rows of logits."""
+"""One step, as the scheduler plans it: the executor's inputs, and the use of each row of logits."""
 
 from collections.abc import Collection, Sequence
 from enum import Enum, auto
@@ -11,55 +11,55 @@ from enginewright.runtime.step.inputs import StepInputs
 from enginewright.runtime.step.sequence import TokenSequence
 
 
-class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):  # nothing that it leads to leads back to it
+class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):  # no reference cycle goes through it
     """The tokens of one sequence that a step computes."""
 
-    sequence: TokenSequence
-    first: int  # position
-    num_tokens: int
-    num_logit_rows: int  # how many of them, from the end, give logits
+    sequence: TokenSequence  # sequence that they belong to
+    first: int  # position of the first token
+    num_tokens: int  # number of tokens
+    num_logit_rows: int  # number of tokens, the last ones, that give logits
 
     @property
     def end(self) -> int:
-        """The position after the last one."""
+        """Position after the last token."""
         return self.first + self.num_tokens
 
 
 class RowPurpose(Enum):
-    """Reason for which a row of logits is computed."""
+    """Use of a row of logits."""
 
-    SAMPLE = auto()  # the next token of its sequence
-    VERIFY = auto()  # the token after a draft token, which tells with the row before whether that one was right
-    SCORE_PROMPT = auto()  # the log-probability of a token of the prompt
-    DROPPED = auto()  # none: the row is sampled with the others, and what comes of it is not used
+    SAMPLE = auto()  # sample the next token of its sequence
+    VERIFY = auto()  # sample the token after a draft token, which counts if the rows before confirm the draft token
+    SCORE_PROMPT = auto()  # compute the log-probability of a token of the prompt
+    DROPPED = auto()  # none: the row is sampled with the others, and the result is ignored
 
 
 class LogitRow(msgspec.Struct, frozen=True, gc=False):
-    """One row of a step's logits: whose it is, and what for."""
+    """One row of a step's logits, with its sequence and use."""
 
-    sequence: TokenSequence
-    purpose: RowPurpose
-    request: RowRequest  # what the sampler is given for it
-    # VERIFY: the number of draft tokens before the token that is sampled. SCORE_PROMPT: the position of the token that
-    # is scored. Otherwise 0.
+    sequence: TokenSequence  # sequence that it belongs to
+    purpose: RowPurpose  # use of the row
+    request: RowRequest  # sampler's request for it
+    # For VERIFY, number of draft tokens before the sampled token. For SCORE_PROMPT, position of the scored token.
+    # Otherwise 0.
     index: int = 0
 
 
 class LogitRows(msgspec.Struct, frozen=True):
     """The rows of logits of a step, in the executor's order. Steps that decode the same sequences share one object."""
 
-    rows: tuple[LogitRow, ...] = ()
-    requests: tuple[RowRequest, ...] = ()  # of the rows
-    sequences: tuple[TokenSequence, ...] = ()  # those that get tokens, in the order of their rows
+    rows: tuple[LogitRow, ...] = ()  # one for each row of logits
+    requests: tuple[RowRequest, ...] = ()  # sampler's request of each row
+    sequences: tuple[TokenSequence, ...] = ()  # sequences that get tokens, in the order of their rows
     draft_tokens: tuple[
         tuple[int, ...], ...
-    ] = ()  # of each of `sequences`: those that the step verifies; () if it does none
-    has_grammar: bool = False  # true of one of the requests at least
-    has_other_rows: bool = False  # some give no tokens: they score tokens of prompts, or are dropped
+    ] = ()  # draft tokens that the step verifies, for each of `sequences`; () if it verifies none
+    has_grammar: bool = False  # true if at least one request has a grammar
+    has_other_rows: bool = False  # true if some rows give no token: they score tokens of prompts, or are dropped
 
     @classmethod
     def of(cls, rows: Sequence[LogitRow]) -> Self:
-        """Makes the rows of a step, with all that follows from them."""
+        """Makes the rows of a step, and derives the other fields from them."""
         sequences: list[TokenSequence] = []
         draft_tokens: list[tuple[int, ...]] = []
         has_draft_tokens = has_other_rows = has_grammar = False
@@ -71,7 +71,7 @@ class LogitRows(msgspec.Struct, frozen=True):
                     draft_tokens.append(())
                 case RowPurpose.VERIFY:
                     assert isinstance(row.request, RowAfterDraft)
-                    draft_tokens[-1] = row.request.draft_tokens  # those of the last row are all
+                    draft_tokens[-1] = row.request.draft_tokens  # the last VERIFY row has all of them
                     has_draft_tokens = True
                 case RowPurpose.SCORE_PROMPT | RowPurpose.DROPPED:
                     has_other_rows = True
@@ -80,7 +80,11 @@ class LogitRows(msgspec.Struct, frozen=True):
         return cls(tuple(rows), requests, tuple(sequences), verified, has_grammar, has_other_rows)
 
     def of_sequence(self, sequence: TokenSequence) -> "tuple[slice, LogitRows]":
-        """Returns where the rows are that a sequence is sampled from, and these rows alone."""
+        """Finds the rows that a sequence is sampled from.
+
+        Returns:
+            Their slice of the step's rows, and the rows themselves.
+        """
         first = sequence.logits_row
         end = first + 1
         while end < len(self.rows) and self.rows[end].sequence is sequence:
@@ -88,9 +92,9 @@ class LogitRows(msgspec.Struct, frozen=True):
         return slice(first, end), LogitRows.of(self.rows[first:end])
 
     def without(self, sequences: Collection[TokenSequence], dropped: DroppedRow) -> "LogitRows":
-        """Drops the rows that some sequences are sampled from.
+        """Copies the rows with those that some sequences are sampled from replaced by `dropped`.
 
-        Rows stay where they are: a GPU samples all of them, and knows each by its number.
+        No row is removed, since a GPU samples all of them and identifies each by its index.
         """
         return LogitRows.of(
             [
@@ -103,18 +107,18 @@ class LogitRows(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step. Steps that decode the same sequences share `first_scheduled` and `rows`."""
+    """One step. Consecutive steps that decode the same sequences share `first_scheduled` and `rows`."""
 
-    inputs: StepInputs
-    first_scheduled: tuple[ScheduledTokens, ...]  # of the first of such steps; see `scheduled`
-    num_decodes: int  # the first of them, which go on by one token; the others are read in
-    rows: LogitRows = LogitRows()
+    inputs: StepInputs  # inputs of the executor
+    first_scheduled: tuple[ScheduledTokens, ...]  # tokens of the first of the consecutive steps; see `scheduled`
+    num_decodes: int  # number of its first entries that decode one token each; the others have prompts or draft tokens
+    rows: LogitRows = LogitRows()  # rows of logits
     ending: tuple[TokenSequence, ...] = ()  # sequences that sample nothing, and end with this step
-    num_repeats: int = 0  # steps since the first of those that decode the same sequences
+    num_repeats: int = 0  # number of steps since the first of those that decode the same sequences
 
     @property
     def scheduled(self) -> tuple[ScheduledTokens, ...]:
-        """What it computes of each sequence."""
+        """The tokens of each sequence that the step computes."""
         if not self.num_repeats:
             return self.first_scheduled
         return tuple(msgspec.structs.replace(one, first=one.first + self.num_repeats) for one in self.first_scheduled)
