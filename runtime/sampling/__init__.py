@@ -1,1 +1,1 @@
-"""Parameters of sampling, and the sampler that picks tokens from logits."""
+"""Sampling parameters, token masks, and the sampler that turns logits into tokens."""

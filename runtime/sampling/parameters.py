@@ -1,4 +1,4 @@
-"""Parameters of a request: how its tokens are sampled, and when it ends."""
+"""Parameters of a request: the rules by which its tokens are sampled and by which it ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,63 +11,63 @@ from enginewright.runtime.sampling.structured_outputs import StructuredOutputsPa
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
-MAX_STOP_CHARS = 4096  # of all stop strings of a request together
+MAX_STOP_CHARS = 4096  # characters of all stop strings of a request together
 MAX_BIASED_TOKENS = 1024
 MAX_BEAMS = 16
 MAX_LENGTH_PENALTY = 10.0
-MAX_PENALTY = 2.0  # frequency and presence, as in OpenAI's API
-MAX_BIAS = 100.0  # likewise
+MAX_PENALTY = 2.0  # frequency and presence penalty, as in OpenAI's API
+MAX_BIAS = 100.0  # bias of a token's logit, as in OpenAI's API
 
 
 class RequestOutputKind(Enum):
-    """What AsyncLLM.generate yields while an answer is written; LLM gives whole answers whatever this is."""
+    """Content of the outputs that AsyncLLM.generate yields. LLM ignores it and returns complete answers."""
 
-    CUMULATIVE = 0  # the answer so far, each time
-    DELTA = 1  # what is new since the time before
-    FINAL_ONLY = 2  # the whole answer, once
+    CUMULATIVE = 0  # each output has the answer so far
+    DELTA = 1  # each output has what is new since the previous one
+    FINAL_ONLY = 2  # one output has the complete answer
 
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How a request wants its tokens sampled and when it wants to end; names and defaults as in vLLM.
+    """Sampling parameters of a request, with names and defaults as in vLLM.
 
-    They may be changed. A request takes a copy when it is submitted, which is checked as new ones are: a change after
-    that is for later requests.
+    The object may be changed at any time. A request copies it when it is submitted, and the copy is checked as a new
+    object is, so a later change applies to later requests.
 
     Raises:
-        UsageError: a name is none, or a value is of the wrong type or out of its range.
+        UsageError: there is no parameter of a given name, or a value is of the wrong type or out of its range.
     """
 
-    n: int = 1  # completions of one prompt
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # the smallest set of the likeliest tokens that has this probability
-    top_k: int = 0  # the likeliest tokens; 0 (or -1) is all
-    min_p: float = 0.0  # tokens at least this likely, relative to the likeliest
-    presence_penalty: float = 0.0  # of tokens in the output
-    frequency_penalty: float = 0.0  # of tokens in the output, for each time
-    repetition_penalty: float = 1.0  # of tokens in prompt and output
-    seed: int | None = None  # None: a new one for each request
+    n: int = 1  # number of completions of one prompt
+    temperature: float = 1.0  # divisor of the logits; 0 is greedy
+    top_p: float = 1.0  # probability of the smallest set of the most likely tokens that are sampled from
+    top_k: int = 0  # number of the most likely tokens that are sampled from; 0 (or -1) is all
+    min_p: float = 0.0  # minimum probability of a token, relative to the most likely one
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the output
+    frequency_penalty: float = 0.0  # subtracted from the logit of a token for each time that it is in the output
+    repetition_penalty: float = 1.0  # factor against tokens that are in prompt or output; above 1 they are less likely
+    seed: int | None = None  # seed of the random numbers; None: a new one for each request
     stop: Sequence[str] = ()  # texts that end it
     stop_token_ids: Sequence[int] = ()  # tokens that end it
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False  # the model's end-of-text tokens do not end it
-    max_tokens: int | None = 16  # None is up to the model's length, 0 reads the prompt alone
-    min_tokens: int = 0  # before these, neither an end-of-text nor a stop token is sampled
-    logprobs: int | None = None  # None is none; n also names the n likeliest tokens
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of tokens, by id
-    # No others are sampled, so that a completion ends early only if its end is among them; None allows all.
+    include_stop_str_in_output: bool = False  # true if the text includes the stop string that ended it
+    ignore_eos: bool = False  # true if the model's end-of-text tokens do not end it
+    max_tokens: int | None = 16  # maximum tokens of a completion; None: up to the model's length; 0: only the prompt
+    min_tokens: int = 0  # number of tokens before which neither an end-of-text nor a stop token is sampled
+    logprobs: int | None = None  # most likely tokens to report; 0: only the sampled one's log-probability; None: none
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id → number added to its logit
+    # The only tokens that are sampled, so a completion ends early only if an ending token is among them. None: all.
     allowed_token_ids: Sequence[int] | None = None
-    skip_special_tokens: bool = True  # in the text
+    skip_special_tokens: bool = True  # true if the text leaves out special tokens
     prompt_logprobs: int | None = None  # as logprobs, for the tokens of the prompt
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # what AsyncLLM.generate yields
-    structured_outputs: StructuredOutputsParams | None = None  # what the text has to be; a mapping may stand for it
-    best_of: int | None = None  # completions to choose the n of the highest cumulative log-probability from; None: n
-    use_beam_search: bool = False  # the completions are the likeliest ones; best_of, or else n, is the number of beams
-    length_penalty: float = 1.0  # of beam search: above 0 long completions are preferred (beam_scorer.py)
-    early_stopping: bool | Literal["never"] = False  # of beam search: True, False or "never" (beam_scorer.py)
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # content of what AsyncLLM.generate yields
+    structured_outputs: StructuredOutputsParams | None = None  # constraint on the text; a mapping is converted
+    best_of: int | None = None  # completions computed, of which the n with the highest log-probability stay; None: n
+    use_beam_search: bool = False  # true to search the most likely completions; the number of beams is best_of, or n
+    length_penalty: float = 1.0  # parameter of beam search: above 0, long completions are preferred (beam_scorer.py)
+    early_stopping: bool | Literal["never"] = False  # parameter of beam search: True, False or "never" (beam_scorer.py)
 
     def __new__(cls, *args: Any, **options: Any) -> "SamplingParams":
-        """Refuses names that are none; `__init__` would raise a TypeError."""
+        """Raises UsageError for unknown names, for which `__init__` would raise a TypeError."""
         require_known(options, cls.__dataclass_fields__, "sampling parameter")
         return object.__new__(cls)
 
@@ -136,7 +136,7 @@ class SamplingParams:
             require(self.early_stopping is False, "early_stopping", "is for use_beam_search, and must be False without")
 
     def _check_beam_search(self) -> None:
-        """Raises UsageError for what cannot be combined with it: the likeliest completions are those of the model."""
+        """Raises UsageError for options that would change the model's probabilities, by which beams are ranked."""
         name = "n" if self.best_of is None else "best_of"
         require(self.num_candidates <= MAX_BEAMS, name, f"must be at most {MAX_BEAMS} with use_beam_search")
         require(self.temperature == 0, "temperature", "must be 0 with use_beam_search, which samples nothing")
@@ -146,23 +146,24 @@ class SamplingParams:
 
     @property
     def num_candidates(self) -> int:
-        """Completions that are computed for n of them."""
+        """Number of completions that are computed to return n."""
         return self.n if self.best_of is None else self.best_of
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares nothing with this one, checked as new ones are.
+        """Makes an independent copy, which is checked as a new object is.
 
         Raises:
-            UsageError: a value was changed to what makes no sense.
+            UsageError: a value was changed to an invalid one.
         """
         return replace(self)
 
     @property
     def penalized(self) -> bool:
+        """True if any penalty is set, so that sampling depends on earlier tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
-# What cannot be combined with beam search, and the values that ask for nothing.
+# Parameters that cannot be combined with beam search, with the values that leave them unset.
 _NOT_WITH_BEAMS: Mapping[str, Any] = {
     "allowed_token_ids": None,
     "frequency_penalty": 0,

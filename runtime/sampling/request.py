@@ -1,4 +1,4 @@
-"""One answer in the making: what a row of logits is sampled for, and by which rules."""
+"""The sampling state of one completion, and the requests that stand for single rows of logits."""
 
 import math
 import secrets
@@ -12,11 +12,11 @@ from enginewright.runtime.checks import require
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.sampling.token_mask import ALL, WORD_BITS, Grammar, Mask, mask_of
 
-IN_FLIGHT = -1  # in a history: the token that the row's logits come from, which only the device knows
+IN_FLIGHT = -1  # token id in a history that stands for the row's last input token, if only the device knows it
 
 
 def new_seed() -> int:
-    """Makes a seed for a request that names none; all its choices are sampled by the same."""
+    """Makes a seed for a request without one. All completions of the request use it."""
     return secrets.randbits(64)
 
 
@@ -25,14 +25,15 @@ NO_BIASES = np.zeros(0, dtype=_cpu.TOKEN_BIAS)
 
 
 class TokenRules:
-    """What a request's parameters say of single tokens, held against a vocabulary: once for all of its answers.
+    """Biases and allowed tokens of a request, checked against the vocabulary once for all of its completions.
 
     Args:
+        params: the request's parameters.
         vocab_size: width of the logits.
-        eos_token_ids: as of SamplingRequest.
+        eos_token_ids: the model's end-of-text tokens, as for SamplingRequest.
 
     Raises:
-        UsageError: a token is beyond the vocabulary, there are more of them than it has, or none that may be sampled.
+        UsageError: a token is not in the vocabulary, or no token may be sampled.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
@@ -53,7 +54,7 @@ class TokenRules:
 
 
 def _row(logprobs: int | None, vocab_size: int) -> npt.NDArray[np.void]:
-    """A greedy SAMPLING_ROW that reports the log-probabilities of the sampled token and of the likeliest ones."""
+    """Makes a greedy SAMPLING_ROW that reports the log-probabilities of the sampled and the most likely tokens."""
     row = np.zeros(1, dtype=_cpu.SAMPLING_ROW)
     row["top_p"] = row["repetition_penalty"] = 1.0
     row["logprobs"] = logprobs is not None
@@ -62,9 +63,14 @@ def _row(logprobs: int | None, vocab_size: int) -> npt.NDArray[np.void]:
 
 
 class PromptToken:
-    """A token of a prompt, in the place of an answer's request: it alone may be sampled, for its log-probability.
+    """Scores a token of a prompt: a row's request with a mask that allows this token only.
 
-    Log-probabilities are the model's own, whatever may be sampled, so a mask of one token is all that it takes.
+    The reported log-probability is the model's own, which the mask does not change.
+
+    Args:
+        token: id of the token to score.
+        logprobs: number of the most likely tokens to report with it.
+        vocab_size: width of the logits.
     """
 
     has_extras = needs_tokens = False
@@ -79,18 +85,19 @@ class PromptToken:
         self.token = token
 
     def allow(self, mask: Mask) -> None:
+        """Writes the mask of this token only."""
         mask[:] = 0
         mask[self.token // WORD_BITS] = 1 << self.token % WORD_BITS
 
     def begin(self) -> None:
-        """Its token is known."""
+        """Does nothing, since the token is known."""
 
     def end(self, token: int | None) -> None:
-        """Its token was known."""
+        """Does nothing, since the token was known."""
 
 
 class DroppedRow:
-    """A row that is sampled for nobody, in the place of a request that is sampled later."""
+    """Stands for a row whose sampled token is ignored, since its sequence is sampled later."""
 
     has_extras = needs_tokens = is_masked = False
     grammar: Grammar | None = None
@@ -102,29 +109,30 @@ class DroppedRow:
         self.vocab_size = vocab_size
 
     def allow(self, mask: Mask) -> None:
+        """Allows all tokens."""
         mask[:] = ALL
 
     def begin(self) -> None:
-        """Nobody has begun."""
+        """Does nothing, since the token is ignored."""
 
     def end(self, token: int | None) -> None:
-        """Nobody goes on."""
+        """Does nothing, since the token is ignored."""
 
 
 class SamplingRequest:
-    """One answer in the making: its parameters, and how often each token has occurred.
+    """The sampling state of one completion: its parameters, its position, and how often each token has occurred.
 
     Args:
-        params: what the request asks for.
+        params: the request's parameters.
         prompt: token ids.
         vocab_size: width of the logits.
-        eos_token_ids: the model's end-of-text tokens: not sampled before `min_tokens`, unless `ignore_eos` makes them
-            tokens like others.
-        choice: which of the n answers this is.
-        seed: of all n answers, for requests that name none: draw it once and give it to each.
-        grammar: that this answer has to follow.
-        rules: of the request, if it has several answers; made from the parameters otherwise.
-        logprobs: that are named, where it is not those that the parameters ask for.
+        eos_token_ids: the model's end-of-text tokens. They are not sampled before `min_tokens`, unless `ignore_eos`
+            makes them ordinary tokens.
+        choice: index of this completion among the n of the request.
+        seed: seed if the parameters have none. A request with several completions calls `new_seed` once for all.
+        grammar: grammar that this completion has to follow.
+        rules: the request's, to be shared by its completions; None makes them from the parameters.
+        logprobs: number of the most likely tokens to report; None takes that of the parameters.
     """
 
     def __init__(
@@ -141,8 +149,8 @@ class SamplingRequest:
     ) -> None:
         self.params, self.vocab_size = params, vocab_size
         self.num_prompt_tokens = len(prompt)
-        # Of the token that comes next, in the whole text; one may be in flight before it. A Sampler may advance those
-        # of requests without extras later.
+        # Position of the next token, counted from the first token of the prompt. A token in flight counts. For requests
+        # without extras, a Sampler may update it later (Sampler.settle).
         self.position = len(prompt)
         self._may_end_at = len(prompt) + params.min_tokens
         row = _row(params.logprobs if logprobs is None else logprobs, vocab_size)
@@ -156,36 +164,39 @@ class SamplingRequest:
         self._rules = rules or TokenRules(params, vocab_size, eos_token_ids)
         self.grammar = grammar
         has_biases = len(self._rules.biases) + len(self._rules.biases_at_first) > 0
-        self.has_extras = self._history is not None or has_biases  # now, or later
+        self.has_extras = self._history is not None or has_biases  # now or at a later position
         self.is_masked = self._rules.allowed is not None or grammar is not None  # some tokens may not be sampled
-        self.needs_tokens = self._history is not None or grammar is not None  # `end` has to have them
+        self.needs_tokens = self._history is not None or grammar is not None  # `end` has to be called with each token
 
     @property
     def history(self) -> npt.NDArray[np.void]:
-        """TOKEN_COUNT, each token of prompt and output once; empty if no penalty asks for it.
+        """Counts of tokens for penalties, an array of TOKEN_COUNT; empty without penalties.
 
-        For one that is in flight, an entry more: IN_FLIGHT, which may be any of the others.
+        Each token of prompt and output has one entry. A token in flight has an additional entry IN_FLIGHT, which may
+        turn out to be one of the other tokens.
         """
         return NO_HISTORY if self._history is None else self._history.entries
 
     @property
     def biases(self) -> npt.NDArray[np.void]:
-        """TOKEN_BIAS, each token once."""
+        """Biases of logits at the next position, an array of TOKEN_BIAS with at most one entry for each token."""
         return self._rules.biases_at_first if self.position < self._may_end_at else self._rules.biases
 
     def rows_after(self, guesses: Sequence[int]) -> "list[RowAfterDraft]":
-        """What rows are for that come behind the first guess, the first two, …: as if these had been taken."""
+        """Makes the requests of the rows after the first draft token, the first two, and so on."""
         return [RowAfterDraft(self, guesses[: place + 1]) for place in range(len(guesses))]
 
     def history_after(self, guesses: Sequence[int]) -> npt.NDArray[np.void]:
+        """`history` as it would be after these draft tokens."""
         return NO_HISTORY if self._history is None else self._history.after(guesses)
 
     def biases_after(self, count: int) -> npt.NDArray[np.void]:
+        """`biases` as they would be after `count` more tokens."""
         at_first = self.position + count < self._may_end_at
         return self._rules.biases_at_first if at_first else self._rules.biases
 
     def accept(self, token: int) -> None:
-        """The answer goes on with a token that was sampled behind a guess that was right."""
+        """Appends a token that was sampled after a draft token that was right."""
         self.position += 1
         if self._history is not None:
             self._history.append(token)
@@ -193,11 +204,18 @@ class SamplingRequest:
             self.grammar.take(token)
 
     def prompt_token(self, token: int) -> PromptToken:
-        """What a row is for that scores this token of the prompt."""
+        """Makes the request of a row that scores this token of the prompt."""
         return PromptToken(token, self.params.prompt_logprobs or 0, self.vocab_size)
 
     def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
-        """Write which tokens may come next, or after draft tokens. A grammar has to know it (Grammar.wait)."""
+        """Writes the mask of tokens that may come next, or after draft tokens.
+
+        With a grammar, `Grammar.wait` has to have returned True for it.
+
+        Args:
+            mask: words to write, uint32 [num_words(vocab_size)].
+            behind: draft tokens before the one that is sampled.
+        """
         if self.grammar is None:
             mask[:] = ALL if self._rules.allowed is None else self._rules.allowed
             return
@@ -207,13 +225,13 @@ class SamplingRequest:
             mask &= self._rules.allowed
 
     def begin(self) -> None:
-        """The answer goes on with a token that is in flight."""
+        """Counts a token that is in flight: its sampling has begun."""
         self.position += 1
         if self._history is not None:
             self._history.num_in_flight += 1
 
     def end(self, token: int | None) -> None:
-        """It is this one, or none after all."""
+        """Appends the token that was in flight; None: there is none, since the row failed."""
         self.position -= token is None
         if self._history is not None:
             self._history.num_in_flight -= 1
@@ -224,7 +242,7 @@ class SamplingRequest:
 
 
 class RowAfterDraft:
-    """A row that is sampled as if guesses had been taken. What comes of it is for `SamplingRequest.accept`."""
+    """Samples a row as if draft tokens had been accepted. If they are, the token goes to `SamplingRequest.accept`."""
 
     has_extras, needs_tokens = True, False
 
@@ -235,32 +253,35 @@ class RowAfterDraft:
 
     @property
     def position(self) -> int:
+        """Position of the token that the row samples."""
         return self.request.position + len(self.draft_tokens)
 
     @property
     def history(self) -> npt.NDArray[np.void]:
+        """Counts of tokens, with the draft tokens included."""
         return self.request.history_after(self.draft_tokens)
 
     @property
     def biases(self) -> npt.NDArray[np.void]:
+        """Biases of logits at the row's position."""
         return self.request.biases_after(len(self.draft_tokens))
 
     def allow(self, mask: Mask) -> None:
+        """Writes the mask of tokens that may come after the draft tokens."""
         self.request.allow(mask, self.draft_tokens)
 
     def begin(self) -> None:
-        """The request has begun with the row before the guesses."""
+        """Does nothing: the request has counted the token of the row before the draft tokens."""
 
     def end(self, token: int | None) -> None:
-        """Whoever knows which guesses were right accepts the token."""
+        """Does nothing: runtime/core/drafting.py accepts the token if the draft tokens before it were right."""
 
 
 class DraftRow(RowAfterDraft):
-    """A row of a draft, which is sampled for a guess, and for its log-probability, whatever the request asks for.
+    """Samples a draft token from the logits of a draft model, with its log-probability, whatever the request says.
 
-    Nobody waits for a grammar here.
-
-    mask_known: whether it was known what may come; else any token was sampled, and is no guess.
+    It does not wait for a grammar. `mask_known` is False if the grammar's mask was not ready: the row was then sampled
+    without a mask, and its token must not be used.
     """
 
     mask_known = True
@@ -272,6 +293,7 @@ class DraftRow(RowAfterDraft):
         self.row = row.tobytes()
 
     def allow(self, mask: Mask) -> None:
+        """Writes the mask if it is ready, and else allows all tokens."""
         self.mask_known = self.grammar is None or self.grammar.wait(0, self.draft_tokens)
         if self.mask_known:
             super().allow(mask)
@@ -280,13 +302,13 @@ class DraftRow(RowAfterDraft):
 
 
 class _History:
-    """Tokens seen so far, each once, and how often each is in the output."""
+    """The different tokens of prompt and output, with the number of times that each is in the output."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
         self._entries = np.zeros(2 * len(self._places) + 16, dtype=_cpu.TOKEN_COUNT)
         self._entries["token"][: len(self._places)] = list(self._places)
-        self.num_in_flight = 0  # 1 if one more is on its way
+        self.num_in_flight = 0  # 1 while a token is in flight, otherwise 0
 
     @property
     def entries(self) -> npt.NDArray[np.void]:
@@ -296,7 +318,7 @@ class _History:
         return self._entries[: known + self.num_in_flight]
 
     def after(self, tokens: Sequence[int]) -> npt.NDArray[np.void]:
-        """The entries with these tokens, too."""
+        """Copies the entries, with these tokens added."""
         entries, new = self.entries.copy(), dict[int, int]()
         for token in tokens:
             if token in self._places:
@@ -312,11 +334,11 @@ class _History:
             return
         place = self._places[token] = len(self._places)
         self._entries[place] = (token, 1)
-        if place + 1 == len(self._entries):  # there is always room for one more
+        if place + 1 == len(self._entries):  # keeps one free entry for a token in flight
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
 
 
-RowRequest = SamplingRequest | RowAfterDraft | PromptToken | DroppedRow  # what a row of logits is for
+RowRequest = SamplingRequest | RowAfterDraft | PromptToken | DroppedRow  # request of a row of logits
 
 
 def _biases(values: Mapping[int, float]) -> npt.NDArray[np.void]:

@@ -1,7 +1,7 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
-The arithmetic is C++ (csrc/cpu/sampling.h says what it is and in which order). A sampled token depends on the logits,
-the request's parameters and history, and Philox(seed, choice, position, token), and on nothing else.
+The arithmetic is in C++; csrc/cpu/sampling.h describes its steps in order. A sampled token depends only on the logits,
+the request's parameters and history, and Philox(seed, choice, position, token).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,27 +21,27 @@ from enginewright.runtime.sampling.token_mask import Mask, num_words
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """A sampled token. Log-probabilities are the model's own, before penalties and temperature."""
 
-    token: int
-    logprob: float | None = None  # None: the request names none
-    top_logprobs: tuple[tuple[int, float], ...] = ()  # of the likeliest tokens, most likely first
-    is_nan: bool = False  # the logits held NaN or left no token possible: `token` means nothing, the request has failed
+    token: int  # token id
+    logprob: float | None = None  # log-probability; None: the request does not report any
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # token id and log-probability, most likely first
+    is_nan: bool = False  # true if logits held NaN or no token was possible: the request fails, `token` has no meaning
 
 
 def _joined(arrays: Sequence[npt.NDArray[np.void]], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """One behind the other. np.concatenate compares all fields of all dtypes, and takes ten times as long."""
+    """Concatenates arrays. np.concatenate compares all fields of all dtypes, which takes ten times as long."""
     return np.frombuffer(bytearray().join([array.tobytes() for array in arrays]), dtype)
 
 
-Fields = tuple[int, float | None, tuple[tuple[int, float], ...], bool]  # of SampledToken
+Fields = tuple[int, float | None, tuple[tuple[int, float], ...], bool]  # fields of a SampledToken
 Entries = npt.NDArray[np.void]
-# See _cpu.sample. The first argument is what the same executor's `run` gives. What comes back may be read once, and may
-# be waited for until then; the arrays may change as soon as it has been called. Where the same array of rows comes
-# again, nothing has changed in it but positions and ends of entries.
+# A function like _cpu.sample. Its first argument is the logits that the same executor's `run` has returned. The result
+# may be read once, which may wait for the device. The other arrays may be changed as soon as the call has returned. If
+# the same array of rows is passed again, only positions and ends of entries have changed in it.
 Draw = Callable[[Any, Entries, Entries, Entries, Mask | None], Iterable[Fields]]
 
 
 class Logits(Protocol):
-    """Logits of a step, [rows, vocab_size], wherever they lie: an array, or what np.asarray makes one of."""
+    """Logits of a step, [rows, vocab_size]: an array, or an object that np.asarray copies from a device."""
 
     def __array__(self) -> npt.NDArray[Any]: ...
 
@@ -50,17 +50,18 @@ _is_nan, _has_extras, _is_masked, _needs_tokens = map(attrgetter, ("is_nan", "ha
 
 
 class SampledRows(NamedTuple):
-    """Tokens in flight, one for each request of a batch: to read them is to wait for them."""
+    """Tokens in flight, one for each request of a batch. Reading `fields` waits for them."""
 
-    batch: "_Batch"
-    fields: Iterable[Fields]  # of each row
+    batch: "_Batch"  # batch of requests that they are for
+    fields: Iterable[Fields]  # fields of each row's SampledToken
 
 
 class Sampler:
     """Samples the next token of each request, and adds it to the request's history.
 
     Args:
-        draw: an executor's, which shares rows among its threads; the tokens are the same.
+        draw: sampling function of an executor, such as one that divides rows among its threads. All give the same
+            tokens.
     """
 
     def __init__(self, draw: Draw = _cpu.sample) -> None:
@@ -68,7 +69,15 @@ class Sampler:
         self._batch = _Batch([])
 
     def begin(self, logits: Logits, requests: Sequence[RowRequest]) -> SampledRows:
-        """logits: [requests, vocab_size]."""
+        """Begins to sample a token of each request.
+
+        Args:
+            logits: [requests, vocab_size].
+            requests: one for each row.
+
+        Returns:
+            The tokens in flight, for `end`.
+        """
         batch = self._batch
         if requests is not batch.requests and tuple(requests) != batch.requests:
             batch.settle()
@@ -79,7 +88,7 @@ class Sampler:
 
     @staticmethod
     def end(rows: SampledRows) -> list[SampledToken]:
-        """The sampled tokens. Requests whose row holds NaN are left as they were."""
+        """Waits for the sampled tokens and adds them to their requests, except for rows that failed."""
         sampled = list(starmap(SampledToken, rows.fields))
         if rows.batch.need_tokens or any(map(_is_nan, sampled)):
             rows.batch.settle()
@@ -88,30 +97,30 @@ class Sampler:
         return sampled
 
     def settle(self) -> None:
-        """All requests that have begun know where they are."""
+        """Updates the positions of requests whose tokens were begun, which `begin` may postpone."""
         self._batch.settle()
 
     def sample(self, logits: Logits, requests: Sequence[RowRequest]) -> list[SampledToken]:
-        """Both."""
+        """Samples a token of each request: `begin`, then `end`."""
         return self.end(self.begin(logits, requests))
 
 
 class _Batch:
-    """Requests that sample together, step after step; what does not change is kept."""
+    """Requests that are sampled together in consecutive steps. Arrays that do not change are reused."""
 
     def __init__(self, requests: Sequence[RowRequest]) -> None:
-        self.requests = tuple(requests)  # the same one, if it is one
+        self.requests = tuple(requests)  # tuple() returns a tuple as it is, so `begin` recognizes it by identity
         self._rows = np.frombuffer(bytearray().join([request.row for request in requests]), _cpu.SAMPLING_ROW)
         self._positions = self._rows["position"]
         self._plain = not any(map(_has_extras, requests))
-        self._num_begun = 0  # tokens of each that requests of a plain batch do not count yet
+        self._num_begun = 0  # number of begun tokens that requests of a plain batch do not count yet
         self.need_tokens = any(map(_needs_tokens, requests))
         self._allowed: Mask | None = None
         if any(map(_is_masked, requests)):
             self._allowed = np.empty((len(requests), num_words(requests[0].vocab_size)), np.uint32)
 
     def begin(self) -> None:
-        """One token more of each is in flight."""
+        """Counts one more token in flight for each request."""
         if self._plain:
             self._num_begun += 1
             return
@@ -119,15 +128,15 @@ class _Batch:
             request.begin()
 
     def settle(self) -> None:
-        """All requests know where they are."""
+        """Updates the requests' positions."""
         if self._num_begun:
             for request in self.requests:
-                if isinstance(request, SamplingRequest):  # others have none of their own
+                if isinstance(request, SamplingRequest):  # the others have no position of their own
                     request.position += self._num_begun
             self._num_begun = 0
 
     def arguments(self) -> tuple[Entries, Entries, Entries, Mask | None]:
-        """rows, history, biases and allowed of `_cpu.sample`."""
+        """Arguments of `_cpu.sample` after the logits: rows, history, biases and allowed."""
         rows, allowed = self._rows, self._allowed
         if self._num_begun:
             self._positions += 1

@@ -1,4 +1,4 @@
-"""What an answer has to be: JSON, a match of a regular expression, one of several texts, or a sentence of a grammar."""
+"""Constraints on an answer: JSON, a regular expression, a choice of texts, or a context-free grammar."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,37 +10,37 @@ import msgspec
 from enginewright.errors import UsageError, shorten
 from enginewright.runtime.checks import require, require_known
 
-# Between the parts of JSON: nothing, a space, or a new line and its indentation. With any number of them, a model may
-# write nothing else until its tokens end.
+# White space between the parts of JSON: a space, or a new line with its indentation. It is bounded, since a model may
+# otherwise write nothing but white space until it reaches its limit of tokens.
 WHITESPACE = r" |\n[ \t]{0,16}"
-MAX_CHARS = 128 << 10  # of a schema as JSON, an expression, a grammar, or all texts of a choice
+MAX_CHARS = 128 << 10  # characters of a schema as JSON, an expression, a grammar, or all texts of a choice
 MAX_CHOICES = 10_000
-MAX_CHOICE_CHARS = 16 << 10  # of one text of a choice: to hold an answer to it takes 400 bytes for each
-MAX_REPEATS = 100_000  # of a part of an expression or a grammar: each may be a state of its automaton
-MAX_PROPERTIES = 1000  # of all objects of a schema: where all are optional, to compile them is quadratic
+MAX_CHOICE_CHARS = 16 << 10  # characters of one text of a choice, since its automaton takes 400 bytes for each
+MAX_REPEATS = 100_000  # repeats of a part of an expression or a grammar, since each may be a state of its automaton
+MAX_PROPERTIES = 1000  # properties of all objects of a schema: if all are optional, compile time is quadratic
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """One of the first five, under vLLM's names, checked once when it is made.
+    """A constraint on an answer. Exactly one of the first five fields is given; their names are vLLM's.
 
     Raises:
-        UsageError: none of them is given, or several, or one that cannot be.
+        UsageError: none of the five is given, or several, or a value is invalid.
     """
 
-    json: str | Mapping[str, Any] | None = None  # a JSON schema, as text or as it is decoded
-    regex: str | None = None  # that the whole answer matches, in the syntax of Rust's regex crate
-    choice: Sequence[str] | None = None
-    grammar: str | None = None  # context-free: llguidance's Lark, or llama.cpp's GBNF
-    json_object: bool | None = None  # any JSON object
-    disable_any_whitespace: bool = False  # between the parts of JSON
-    whitespace_pattern: str | None = None  # regular expression of what may be there; None: a space or a new line
-    before: str | None = None  # what comes before it, such as a model's reasoning, in llguidance's Lark
-    within: str | None = None  # the message that it is a part of, in llguidance's Lark, where @answer stands for it
-    key: str = field(init=False, repr=False, compare=False)  # all fields as JSON: grammars of equal keys are equal
+    json: str | Mapping[str, Any] | None = None  # JSON schema, as text or decoded
+    regex: str | None = None  # regular expression that the whole answer matches, in the syntax of Rust's regex crate
+    choice: Sequence[str] | None = None  # texts, one of which is the answer
+    grammar: str | None = None  # context-free grammar in llguidance's Lark or llama.cpp's GBNF
+    json_object: bool | None = None  # true if the answer is any JSON object
+    disable_any_whitespace: bool = False  # true if there is no white space between the parts of JSON
+    whitespace_pattern: str | None = None  # regular expression of that white space; None: a space or a new line
+    before: str | None = None  # grammar, in llguidance's Lark, of what precedes the answer, such as reasoning
+    within: str | None = None  # grammar, in llguidance's Lark, of the message around the answer, which is @answer there
+    key: str = field(init=False, repr=False, compare=False)  # all fields as JSON; equal keys mean equal grammars
 
     def __new__(cls, *args: Any, **options: Any) -> "StructuredOutputsParams":
-        """Refuses names that are none; `__init__` would raise a TypeError."""
+        """Raises UsageError for unknown names, for which `__init__` would raise a TypeError."""
         require_known(options, OPTIONS, "structured output")
         return object.__new__(cls)
 
@@ -81,7 +81,7 @@ class StructuredOutputsParams:
         require(is_one, "structured_outputs.within", "cannot be combined with before")
 
     def _check_schema(self) -> None:
-        # Of what is sent on, which has plain types alone: those are told apart ten times as fast as any Mapping.
+        # The decoded key has plain types only, for which isinstance is ten times as fast as for Mapping.
         parts = list(_objects(msgspec.json.decode(self.key)["json"]))
         num_properties = sum(len(part["properties"]) for part in parts if isinstance(part.get("properties"), dict))
         rule = f"must not name more than {MAX_PROPERTIES} properties, not {num_properties}"
@@ -103,7 +103,11 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: Any) -> "StructuredOutputsParams":
-        """One of these, or a mapping of its fields, checked. Raises UsageError for anything else."""
+        """Converts a mapping of the fields; returns an object of this class as it is.
+
+        Raises:
+            UsageError: it is neither, or the fields are invalid.
+        """
         if isinstance(given, StructuredOutputsParams):
             return given
         require(isinstance(given, Mapping), "structured_outputs", f"must be a mapping, not {shorten(given)}")
@@ -111,21 +115,22 @@ class StructuredOutputsParams:
 
     @property
     def is_json(self) -> bool:
+        """True if the answer itself is JSON."""
         return self.json is not None or self.json_object is not None
 
     @property
     def has_json(self) -> bool:
-        """True if some of it is JSON; a grammar says so where its author has written it, or calls are JSON."""
+        """True if any part of the message is JSON, which a grammar marks with %json."""
         return self.is_json or any("%json" in text for text in (self.grammar, self.within) if text)
 
     @property
     def is_whole(self) -> bool:
-        """True if it is about all of the message, and not only about an answer in it."""
+        """True if it constrains the whole message, and not only the answer in it."""
         return self.before is not None or self.within is not None
 
     @property
     def json_options(self) -> dict[str, Any]:
-        """llguidance's options of the white space in JSON (its docs/json_schema.md)."""
+        """llguidance's options for white space in JSON (described in its docs/json_schema.md)."""
         separators = {"item_separator": ",", "key_separator": ":"}
         if self.disable_any_whitespace:
             return {"whitespace_flexible": False, **separators}
@@ -135,7 +140,7 @@ class StructuredOutputsParams:
     def _encode(self) -> str:
         try:
             return msgspec.json.encode({name: getattr(self, name) for name in OPTIONS}).decode()
-        except (TypeError, ValueError, RecursionError) as error:  # also half of a surrogate pair
+        except (TypeError, ValueError, RecursionError) as error:  # ValueError also for half of a surrogate pair
             raise UsageError("structured_outputs holds what is no JSON", str(error)) from error
 
 
@@ -143,19 +148,19 @@ OPTIONS = tuple(one.name for one in fields(StructuredOutputsParams) if one.init)
 KINDS = OPTIONS[:5]
 
 
-# {n}, {n,} or {n,m}, but for the brace that a backslash makes a character.
+# {n}, {n,} or {n,m}, unless a backslash escapes the brace.
 _REPEATS = re.compile(r"(?<!\\)\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}")
 
 
 def _check_repeats(name: str, text: str) -> None:
-    """Refuse an expression or a grammar that repeats something too often. Raises UsageError."""
+    """Raises UsageError if an expression or a grammar repeats something too often."""
     for digits in filter(None, (group for match in _REPEATS.finditer(text) for group in match.groups())):
         is_small = len(digits) < 20 and int(digits) <= MAX_REPEATS
         require(is_small, name, f"must not repeat anything more than {MAX_REPEATS} times")
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Each object in a decoded JSON value, however deep."""
+    """Yields each object in a decoded JSON value, at any depth."""
     rest = [value]
     while rest:
         one = rest.pop()

@@ -1,4 +1,4 @@
-"""Which tokens an answer may go on with: a bit for each of the vocabulary.
+"""Masks of the tokens that may come next, with one bit for each token of the vocabulary.
 
 Token t is bit t % 32 of word t // 32, as in the masks of xgrammar and llguidance.
 """
@@ -15,49 +15,58 @@ ALL = np.uint32(0xFFFFFFFF)
 
 
 class Grammar(Protocol):
-    """What an answer may be, as its tokens come: one object for each answer.
+    """Follows the grammar of one completion as its tokens come.
 
-    Calls are part of a step that other answers wait for. So none waits but `wait`, and none raises.
+    The methods are called within a step, for which other sequences wait, too. So only `wait` blocks, and none raises.
 
-    failed: no token may come next since the grammar went beyond a limit. Known as soon as `wait` has said so.
-    forced: tokens that can only come next, one after the other; the same holds.
+    `failed` is true if no token may come next because the grammar exceeded a limit. `forced` lists tokens that have to
+    come next, in this order, since the grammar allows no others. Both are valid once `wait` has returned True.
     """
 
     failed: bool
     forced: Sequence[int]
 
     def begin(self) -> None:
-        """The answer will be written: find out what may come first."""
+        """Starts the walk through the grammar, and requests the mask of the first token."""
 
     def end(self) -> None:
-        """No more of the answer will be written."""
+        """Ends the walk: no more tokens will come."""
 
     def take(self, token: int) -> None:
-        """The answer goes on with this token, which was allowed; it may be its last one, an end-of-text token too."""
+        """Appends a token that was allowed. It may be the last one, such as an end-of-text token."""
 
     def look(self, tokens: Sequence[int]) -> None:
-        """Find out what may come after the first of these tokens, the first two, …, if they come next."""
+        """Requests the masks after the first of these draft tokens, the first two, and so on."""
 
     def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
-        """Wait until it is known what may come next, and after these tokens, so long at most; True if it is.
+        """Waits for the mask of the next token, or of the token after draft tokens.
 
         Args:
-            after: the first of those that were looked at last, or none.
+            seconds: maximum time to wait.
+            after: a prefix of the draft tokens that `look` was last called with, or nothing.
+
+        Returns:
+            True if the mask is known.
         """
 
     def allow(self, mask: Mask, after: Sequence[int] = ()) -> None:
-        """Set the bits of the tokens that may come next, or after these; all are 0 so far.
+        """Writes the mask of the tokens that may come next, or after draft tokens. `wait` has returned True for it.
 
-        With none of them the answer fails. To be called where `wait` has said that it is known.
+        If no token is allowed, the completion fails.
+
+        Args:
+            mask: words to write, uint32 [num_words(vocab_size)], all 0 before.
+            after: draft tokens before the one that is sampled.
         """
 
 
 def num_words(vocab_size: int) -> int:
+    """Number of 32-bit words of a mask."""
     return -(-vocab_size // WORD_BITS)
 
 
 def mask_of(tokens: Collection[int], vocab_size: int) -> Mask:
-    """[num_words(vocab_size)]: these tokens, and no others."""
+    """Makes a mask, uint32 [num_words(vocab_size)], that allows only these tokens."""
     bits = np.zeros(num_words(vocab_size) * WORD_BITS, np.bool_)
     bits[list(tokens)] = True
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
