@@ -1,0 +1,1 @@
+"""The runtime: opens engine files, runs them on CPUs and GPUs, and serves them."""

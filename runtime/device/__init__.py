@@ -1,1 +1,1 @@
-"""Executors of a plan on CPUs and GPUs, and the plan of the memory that an engine takes there."""
+"""Executors, which run a plan on a CPU or a GPU, and the memory plan of an engine there."""

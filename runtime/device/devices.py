@@ -1,4 +1,4 @@
-"""What an engine runs on here: a GPU that its code is for, or this machine's CPU."""
+"""Chooses the device that an engine runs on, a GPU or this machine's CPU, and opens its executor."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -27,44 +27,50 @@ logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
-    """An engine's plan with memory to run in.
+    """Runs the steps of an engine's plan, in memory that it has allocated."""
 
-    isa: the instruction set of the CPU that it runs on, or the architecture of the GPU. threads: of the CPU.
-    steps_ahead: 1 if a step may be run before the tokens of the one before are known, which it then finds by itself.
-    max_top_logprobs: likeliest tokens that a row of logits can be asked for. weights: by name, those that are in memory
-    of its own, for another executor of the same engine. place_memory: that of each cache group.
-    """
-
-    plan: Plan
-    memory_plan: MemoryPlan
-    isa: str
-    threads: int
-    steps_ahead: int
-    max_top_logprobs: int
+    plan: Plan  # plan that it runs
+    memory_plan: MemoryPlan  # sizes of its memory, and limits of a step
+    isa: str  # instruction set of the CPU, or architecture of the GPU
+    threads: int  # number of CPU threads that compute; 0 on a GPU
+    steps_ahead: int  # 1 if a step may be begun before the previous step's tokens are known on the host; otherwise 0
+    max_top_logprobs: int  # maximum number of most likely tokens that it reports for a row of logits
 
     @property
-    def place_memory(self) -> Sequence[PlaceMemory]: ...
-    def run(self, inputs: StepInputs) -> StepOutputs: ...
+    def place_memory(self) -> Sequence[PlaceMemory]:
+        """The memory of each cache group."""
+        ...
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """Runs one step, or begins it on a GPU: reading the outputs waits for it."""
+        ...
 
     @property
-    def weights(self) -> Mapping[str, Any]: ...
+    def weights(self) -> Mapping[str, Any]:
+        """The weights in memory of its own, by name, for another executor of the same engine to share."""
+        ...
+
     @property
-    def draw(self) -> Draw: ...
+    def draw(self) -> Draw:
+        """Samples tokens from the logits of the last step, in place of `_cpu.sample`."""
+        ...
+
     def close(self) -> None:
-        """Give memory back that would not go by itself; nothing runs any more."""
+        """Frees memory that Python would not free by itself. No step is running any more."""
         ...
 
 
 def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -> Engine:
-    """Open an engine to be run on a device.
+    """Opens an engine file to run it on a device.
 
     Args:
-        device: `cpu`, `cuda` or `cuda:1`; `auto` is the first GPU if the engine has code for GPUs and there is one.
-        verify: hash the weights, too.
+        path: of the engine file.
+        device: `cpu`, `cuda` or `cuda:1`. `auto` is the first GPU if the engine has code for it, and otherwise the CPU.
+        verify: True to check the hashes of the weights, too.
 
     Raises:
-        UsageError: there is no such device, or the path is none, or names a checkpoint.
-        CorruptEngineError, NoCodeForMachineError: as `Engine.open`.
+        UsageError: there is no device of that name, or the path is not one, or is that of a checkpoint.
+        CorruptEngineError, NoCodeForMachineError: as for `Engine.open`.
     """
     if not isinstance(path, str | PathLike) or "\0" in str(path):
         raise UsageError(f"the model is {shorten(path)}", "it must be the path of an engine file")
@@ -85,17 +91,19 @@ def open_engine(path: str | Path, device: str = AUTO, *, verify: bool = False) -
 
 
 def check_device(device: str) -> None:
-    """Raises UsageError if there is no device of that name; whether this machine has it is seen later."""
+    """Raises UsageError if a device's name is not valid. It does not check that this machine has the device."""
     target, _, index = device.partition(":")
     if target not in (AUTO, *_OPENERS) or (index and (target != CUDA or not index.isdecimal())):
         raise UsageError(f"{device!r} is no device", fix="There are auto, cpu, cuda, and cuda:1 for the second GPU.")
 
 
 def open_executor(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any] = NO_WEIGHTS) -> Executor:
-    """An open engine with memory to run in, on the device that it was opened for.
+    """Makes the executor of an open engine, on the device that it was opened for.
 
     Args:
-        weights: of another executor of the same engine on the same device, which is closed later than this one.
+        engine: the open engine.
+        config: limits of a step, and the device.
+        weights: those of another executor of the same engine on the same device, which must be closed after this one.
 
     Raises:
         NoCodeForMachineError, NotEnoughMemoryError, CorruptEngineError: it cannot run here.
@@ -119,10 +127,10 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, An
         engine.plan = engine.plan.for_code(engine.architecture(device.capability))
         device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name])
         executor = CudaExecutor(engine, device, config, weights)
-        engine.file.check_unchanged()  # or the GPU has not what was opened; from here on it has it all
+        engine.file.check_unchanged()  # the GPU now has all weights, so later changes of the file do not matter
         executor.warm_up()
     except BaseException:
-        device.close()  # whoever asks again, with other limits, finds the memory free
+        device.close()  # frees the memory, so that a caller can try again with other limits
         raise
     return executor
 
@@ -134,7 +142,7 @@ _OPENERS: Mapping[str, Callable[[Engine, RuntimeConfig, Mapping[str, Any]], Exec
 
 
 def _warn_of_threads(threads: int) -> None:
-    """Log a warning where more threads compute than there are cores; without logging set up it goes to stderr."""
+    """Logs a warning if more threads compute than there are cores. Without a logging setup it goes to stderr."""
     cores = num_cores()
     if threads > cores:
         logger.warning(
@@ -149,7 +157,7 @@ def _warn_of_threads(threads: int) -> None:
 
 
 def _gpu_runs(able: Sequence[str]) -> bool:
-    """Whether there is a GPU, and the first one runs code for one of these architectures."""
+    """True if there is a GPU, and the first one runs code for one of these architectures."""
     from enginewright.runtime.device.cuda.device import capability_of, num_gpus
 
     if not able or num_gpus() == 0:

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: memory and cores, within its control group's limits."""
+"""Memory and cores of the machine that this process may use, within the limits of its control groups."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ ROOT = Path("/")
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that the process may still take. Pages of files count as free: they are given up when memory is short."""
+    """Bytes that the process may still allocate. Cached pages of files count as free: the system can drop them."""
     available = _fields(root / "proc/meminfo").get("MemAvailable")
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if available is None else available * 1024
     for limit, used, files in memory_limits(root):
@@ -19,7 +19,7 @@ def free_memory(root: Path = ROOT) -> int:
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """Physical cores that the process may run on, and no more than its share of processor time fills."""
+    """Number of physical cores that the process may use, within its affinity and its quota of processor time."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -28,12 +28,13 @@ def num_cores(root: Path = ROOT) -> int:
 
 
 def total_memory(root: Path = ROOT) -> int:
-    """Bytes of the machine."""
+    """Bytes of the machine's memory."""
     total = _fields(root / "proc/meminfo").get("MemTotal")
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if total is None else total * 1024
 
 
 def processor_name(root: Path = ROOT) -> str | None:
+    """Model name of the processor; None if the system does not give it."""
     for line in _text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -42,7 +43,7 @@ def processor_name(root: Path = ROOT) -> str | None:
 
 
 def caches(root: Path = ROOT) -> dict[str, int]:
-    """Of the first CPU that the process may run on: level and kind, such as L1d or L2, → bytes."""
+    """Cache sizes of the first CPU that the process may run on: level and kind, such as L1d or L2, → bytes."""
     folder = root / f"sys/devices/system/cpu/cpu{min(os.sched_getaffinity(0))}/cache"
     found = {}
     for index in sorted(folder.glob("index*")):
@@ -54,13 +55,13 @@ def caches(root: Path = ROOT) -> dict[str, int]:
 
 
 def transparent_huge_pages(root: Path = ROOT) -> str | None:
-    """always, madvise or never; None: not known."""
+    """The system's setting for transparent huge pages: always, madvise or never; None if it is unknown."""
     found = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     return found[1] if found else None
 
 
 def memory_limits(root: Path) -> Iterator[tuple[int, int, int]]:
-    """Of each control group around the process: its limit, what it uses, and the pages of files in that; bytes."""
+    """Yields bytes of each control group of the process: its limit, its use, and the cached pages of files in that."""
     for folder in _groups(root, "memory"):
         stat = _fields(folder / "memory.stat")
         # Version 2 of control groups, or version 1.
@@ -72,7 +73,7 @@ def memory_limits(root: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def processor_limits(root: Path) -> Iterator[int]:
-    """Of each control group around the process: cores that its share of time fills, rounded up."""
+    """Yields the quota of processor time of each control group of the process, in cores, rounded up."""
     for folder in _groups(root, "cpu"):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
         if not quota:
@@ -82,7 +83,7 @@ def processor_limits(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the process's control groups, from the innermost out, as far as they can be seen from here."""
+    """Yields the folders of the process's control groups, from the innermost to the root; some may not exist here."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0" and not controllers:
@@ -97,7 +98,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """Nothing for what is not there or may not be read."""
+    """Content of a file; "" if it does not exist or cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -105,13 +106,13 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """None for what is not there, and for `max`."""
+    """The number in a file; None if it does not exist or says `max`."""
     text = _text(path)
     return int(text) if text.isdecimal() else None
 
 
 def _fields(path: Path) -> Mapping[str, int]:
-    """Lines of a name and a number, as in /proc/meminfo and memory.stat."""
+    """Reads a file with a name and a number in each line, such as /proc/meminfo and memory.stat."""
     fields = {}
     for line in _text(path).splitlines():
         name, number = (*line.replace(":", " ").split(), "", "")[:2]
@@ -121,7 +122,7 @@ def _fields(path: Path) -> Mapping[str, int]:
 
 
 def trim_memory() -> None:
-    """Give back to the system what malloc keeps of freed memory, each thread's share too; nothing without glibc."""
+    """Returns memory that malloc keeps after free to the system, for all threads. Does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

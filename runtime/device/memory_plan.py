@@ -1,7 +1,7 @@
-"""The memory plan: what an engine takes, exactly, before anything is allocated.
+"""The memory plan: the exact bytes of an engine's weights, arena and KV cache, before anything is allocated.
 
-weights + arena + KV. The arena follows from the plan and the limits; the KV of a sequence from its length, its groups'
-windows and the longest chunk that is computed at once.
+The arena's size follows from the plan and the limits of a step. The KV size of a sequence follows from its length, the
+windows of its cache groups, and the longest chunk that a step computes.
 """
 
 from bisect import bisect_right
@@ -17,35 +17,43 @@ from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.machine import free_memory
 from enginewright.runtime.step.dims import StepCounter
 
-FREE_SHARE = 0.5  # of the memory that weights and arena leave, for the KV cache where nobody says how much
-GUESSED_ROWS = 64  # of logits, where guesses need more than sequences: a step of more tokens is bound by operations
+FREE_SHARE = 0.5  # share of the memory left by weights and arena that the KV cache gets by default
+# Number of rows of logits up to which draft tokens get rows of their own. A step of more tokens is bound by operations
+# instead of by reading the weights, so draft tokens save nothing.
+GUESSED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All bytes are what will be allocated (KV as it is touched)."""
+    """Sizes of what will be allocated. On a CPU, memory of the KV cache is only committed as it is used."""
 
-    max_model_len: int
-    limits: StepSizes  # of a step
-    num_blocks: tuple[int, ...]  # a group; of a recurrent state, slots
-    arena_bytes: int
-    kv_bytes: int  # of all groups
+    max_model_len: int  # maximum number of positions of a sequence
+    limits: StepSizes  # sizes of the largest step
+    num_blocks: tuple[int, ...]  # number of blocks, or slots of a recurrent state, of each cache group
+    arena_bytes: int  # bytes of the arena, which holds activations
+    kv_bytes: int  # bytes of all cache groups
 
 
 @dataclass(frozen=True)
 class KvBlocks:
-    """The KV blocks that bound how many tokens fit: of the layers that keep all positions, if some do."""
+    """The blocks of the cache group that limits how many tokens fit: one without a window, if there is any."""
 
-    block_size: int  # tokens
-    count: int
+    block_size: int  # tokens of a block
+    count: int  # number of blocks
 
     @property
     def tokens(self) -> int:
+        """Number of tokens that fit."""
         return self.block_size * self.count
 
     @classmethod
     def of(cls, caches: Sequence[CacheGroup], num_blocks: Sequence[int]) -> "KvBlocks | None":
-        """None: the engine keeps nothing by blocks."""
+        """Finds the limiting group. Returns None if no group is paged.
+
+        Args:
+            caches: the plan's cache groups.
+            num_blocks: number of blocks or slots of each group.
+        """
         paged = [
             (bool(group.window), cls(group.block_size, count))
             for group, count in zip(caches, num_blocks, strict=True)
@@ -55,22 +63,25 @@ class KvBlocks:
 
 
 def places_of(group: CacheGroup, length: int, chunk: int) -> int:
-    """Blocks or slots of a group for a sequence of `length` positions, computed `chunk` tokens at a time."""
+    """Number of blocks or slots of a group for a sequence of `length` positions, computed `chunk` tokens at a time."""
     return blocks_of(group, length, chunk) if isinstance(group, PagedCache) else slots_of(length)
 
 
 def place_bytes(group: CacheGroup) -> int:
-    """Of a block or a slot."""
+    """Bytes of a block or slot of a group."""
     return group.block_bytes if isinstance(group, PagedCache) else group.bytes_per_sequence
 
 
 def sequence_bytes(groups: Sequence[CacheGroup], length: int, chunk: int) -> int:
-    """What one sequence takes of the caches."""
+    """Bytes that a sequence of `length` positions, computed `chunk` tokens at a time, takes in all cache groups."""
     return sum(places_of(group, length, chunk) * place_bytes(group) for group in groups)
 
 
 def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
-    """The longest sequence, and the sizes of the largest step.
+    """Limits of an engine within a config.
+
+    Returns:
+        Maximum number of positions of a sequence, and the sizes of the largest step.
 
     Raises:
         UsageError: a limit is beyond what the engine was built for.
@@ -95,12 +106,14 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
 def plan_memory(
     plan: Plan, config: RuntimeConfig, weight_bytes: int = 0, free: int | None = None, share: float = FREE_SHARE
 ) -> MemoryPlan:
-    """What to allocate for these limits.
+    """Computes the memory plan of an engine within the limits of a config.
 
     Args:
-        weight_bytes: of the engine; what is free must hold them, too.
-        free: bytes, of a GPU; None is what is free on the machine.
-        share: of what weights and arena leave, for the KV cache where the config does not say how much.
+        plan: the engine's plan.
+        config: limits, and perhaps the size of the KV cache.
+        weight_bytes: bytes of the weights to load, for which there must be memory, too.
+        free: free bytes of a GPU; None takes the machine's free memory.
+        share: share of the memory left by weights and arena that the KV cache gets if the config has no size for it.
 
     Raises:
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
@@ -129,10 +142,21 @@ def plan_memory(
 
 
 def _share_out(groups: Sequence[CacheGroup], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:
-    """Blocks or slots of each group: for one sequence of `length` positions, and for others of the most that then fits.
+    """Divides the KV cache's bytes among the groups.
 
-    Windows take the same for a short sequence as for a long one, so to share by full lengths alone would leave many
-    short sequences without window blocks.
+    The plan is for one sequence of the maximum length, and for all others of the largest common length that then fits.
+    A window takes the same for a short sequence as for a long one, so dividing by maximum lengths alone would leave
+    many short sequences without blocks of groups with windows.
+
+    Args:
+        groups: the plan's cache groups.
+        budget: bytes of the KV cache.
+        sequences: maximum number of sequences that run at once.
+        length: maximum number of positions of a sequence.
+        chunk: maximum number of tokens of a sequence that a step computes.
+
+    Returns:
+        Number of blocks or slots of each group.
     """
 
     def places(common: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""Engines on CPUs: the executor."""
+"""The executor on CPUs."""

@@ -1,4 +1,4 @@
-"""Runs plans on the CPU: binds an engine's plan to memory, and hands each step to the C++ executor in one call."""
+"""Runs plans on the CPU: binds a plan's operands to memory, and passes each step to the C++ executor in one call."""
 
 import mmap
 from collections.abc import Callable, Mapping
@@ -36,19 +36,21 @@ from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 
 HUGE_PAGE_BYTES = 2 << 20
-KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # what planes hold
+KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # dtypes that planes of a paged group may have
 
 
 class CpuExecutor:
-    """An engine's plan, ready to run on this machine's CPU.
+    """Executor of an engine's plan on this machine's CPU.
 
     Args:
-        weights: of another executor of the same engine, which are not read again.
+        engine: the open engine.
+        config: limits of a step; None takes the defaults.
+        weights: those of another executor of the same engine, which are used instead of reading them again.
 
     Raises:
-        NoCodeForMachineError: the instruction set asked for is not there, or the engine keeps its KV as nothing known.
-        NotEnoughMemoryError: the KV cache does not fit, or weights that are read into memory.
-        CorruptEngineError: plan and weights do not fit together, or the file has changed since it was opened.
+        NoCodeForMachineError: the CPU lacks the instruction set, or this release lacks a kernel or the KV dtype.
+        NotEnoughMemoryError: arena, KV cache, or weights that are read into memory do not fit.
+        CorruptEngineError: plan and weights do not match, or the file has changed since it was opened.
     """
 
     steps_ahead = 0
@@ -68,7 +70,7 @@ class CpuExecutor:
         self.threads = config.threads or env.num_threads() or num_cores()
         _check_dtypes(engine)
         self._mmap = config.mmap
-        self.weights = dict(weights)  # without mmap: by name, 64-byte aligned
+        self.weights = dict(weights)  # by name, page-aligned; only of use without mmap
         self._check_weights()
         self._offsets, arena_bytes = self.plan.arena_offsets(self.memory_plan.limits)
         self._inputs = [entry.name for entry in self.plan.inputs]
@@ -103,16 +105,16 @@ class CpuExecutor:
                 f"arena {arena}, KV cache {kv}",
                 "Use smaller --max-num-batched-tokens, --max-num-seqs, --max-model-len or --kv-cache-memory.",
             ) from error
-        engine.file.check_unchanged()  # or what was read is not what was opened
+        engine.file.check_unchanged()  # otherwise the weights that were read may not match the plan
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """One step.
+        """Runs one step.
 
         Returns:
             Views of memory that the next step overwrites.
 
         Raises:
-            CorruptEngineError: the mapped file has changed. Nothing that was computed with other bytes is returned.
+            CorruptEngineError: the mapped file has changed, so results may come from other weights.
         """
         self._executor.run(self._prepare(inputs), inputs.sizes.counts)
         self._check_weights()
@@ -120,26 +122,26 @@ class CpuExecutor:
         return StepOutputs(self._logits[: inputs.sizes.logit_rows], hidden)
 
     def close(self) -> None:
-        """Memory goes with the executor."""
+        """Does nothing: the memory is freed with the object."""
 
     @property
     def draw(self) -> Draw:
-        """`_cpu.sample`, by this executor's threads."""
+        """`_cpu.sample`, with rows divided among this executor's threads."""
         return self._executor.sample
 
     def profile(self, inputs: StepInputs) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-        """One step, measured.
+        """Runs one step and measures its kernels.
 
         Returns:
-            Of each kernel of the engine's plan: nanoseconds; and its work, a struct of what it touches and computes
-            (struct Work in csrc/cpu/kernel.h).
+            Two arrays with an entry for each kernel call of the plan: its nanoseconds, and its work in bytes and
+            operations (struct Work in csrc/cpu/kernel.h).
         """
         profile = self._executor.profile(self._prepare(inputs), inputs.sizes.counts)
         self._check_weights()
         return profile
 
     def _prepare(self, inputs: StepInputs) -> list[NDArray[np.int32]]:
-        """Copy and zero blocks and slots, and write what the plan is given; the step's arrays, in order."""
+        """Copies and zeroes places, and writes HIDDEN_BEFORE. Returns the step's arrays in the order of the plan."""
         for pool, copies, new in zip(self.pools, inputs.copies, inputs.new_blocks, strict=True):
             if copies:
                 pool.copy(copies)
@@ -150,7 +152,7 @@ class CpuExecutor:
         return [inputs.arrays[name] for name in self._inputs]
 
     def _buffer(self, index: int) -> NDArray[np.float32]:
-        """All rows of a buffer of fp32, where the executor has it."""
+        """View of all rows of an fp32 buffer in the executor's arena."""
         buffer, rows = self.plan.buffers[index], self.plan.buffers[index].rows.at(self.memory_plan.limits)
         return self._executor.buffer(self._offsets[index], rows, buffer.columns, buffer.stride, buffer.dtype)
 
@@ -197,7 +199,7 @@ class CpuExecutor:
 
 
 def _system_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Page-aligned memory that goes back to the system with the array: malloc would keep it for its own use."""
+    """Allocates page-aligned memory that the system gets back with the array. malloc might keep it."""
     memory = mmap.mmap(-1, max(num_bytes, 1))
     if num_bytes >= HUGE_PAGE_BYTES:
         memory.madvise(mmap.MADV_HUGEPAGE)  # as numpy and the KV cache do
@@ -205,25 +207,32 @@ def _system_memory(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class HostPlaces:
-    """The places of a cache group, copied between steps."""
+    """The memory of a cache group's blocks or slots on the host (PlaceMemory).
+
+    Args:
+        pool: the C++ object that holds them.
+    """
 
     def __init__(self, pool: _cpu.CacheBlocks | _cpu.StateSlots) -> None:
         self._pool, self._places = pool, pool.places()  # [place, byte]
         self.place_bytes = self._places.shape[1]
 
     def copy(self, places: Copies) -> None:
+        """Copies places, in order."""
         self._pool.copy(places)
 
     def read(self, place: int) -> Callable[[], bytes]:
+        """Copies a place's content now; the returned function gives the copy."""
         content = self._places[place].tobytes()
         return lambda: content
 
     def write(self, place: int, content: bytes | memoryview) -> None:
+        """Replaces a place's content."""
         self._places[place] = np.frombuffer(content, np.uint8)
 
 
 def _places(group: CacheGroup, count: int) -> _cpu.CacheBlocks | _cpu.StateSlots:
-    """The memory of a cache group."""
+    """Allocates the blocks or slots of a cache group."""
     if not isinstance(group, PagedCache):
         tensors = [(tensor.name, prod(tensor.shape), tensor.dtype) for tensor in group.tensors]
         return _cpu.StateSlots(len(group.layers), count, tensors)
@@ -242,11 +251,11 @@ def _check_dtypes(engine: Engine) -> None:
 
 
 def choose_isa(wanted: str | None) -> str:
-    """The instruction set to run on; None wants the best that this CPU has.
+    """Chooses the instruction set to run on: the given one, or for None the best that this CPU has.
 
     Raises:
         NoCodeForMachineError: this CPU does not have it.
-        UsageError: nobody knows it.
+        UsageError: there is no instruction set of that name.
     """
     names = _cpu.isa_names()
     if wanted is None:

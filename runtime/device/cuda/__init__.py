@@ -1,1 +1,1 @@
-"""Engines on NVIDIA GPUs: the driver's API, weights on their way there, and the executor."""
+"""The executor on NVIDIA GPUs, with the driver's API, the upload of weights, and sampling."""

@@ -1,7 +1,7 @@
-"""What the executor needs of a GPU: memory, copies and launches on one stream, and graphs of them.
+"""The GPU as the executor uses it: memory, copies and launches on one stream, and graphs of them.
 
-`CudaDevice` is the driver's API by way of cuda-bindings, and nothing more of CUDA is needed where an engine runs: no
-toolkit, no compiler, no torch. Whatever has the same methods can stand in its place.
+`CudaDevice` calls the driver's API through cuda-bindings. Running an engine needs nothing else of CUDA: no toolkit, no
+compiler, no torch. Other classes can implement `Device`, as the tests' do.
 """
 
 import ctypes
@@ -22,65 +22,109 @@ OnGrid = Callable[[Grid], None]  # launches a kernel
 
 
 class Device(Protocol):
-    """A GPU and one stream: what is asked for is done in order, and `synchronize` waits for it.
+    """A GPU with one stream. Copies and launches are queued, run in order, and `synchronize` waits for them.
 
-    Addresses are numbers. Host memory that is copied asynchronously is `pinned`.
+    Addresses of the GPU's memory are integers. Host memory that is copied asynchronously comes from `pinned`.
     """
 
     @property
-    def architecture(self) -> str: ...
+    def architecture(self) -> str:
+        """Name of its architecture, such as sm_90."""
+        ...
+
     @property
-    def multiprocessors(self) -> int: ...
+    def multiprocessors(self) -> int:
+        """Number of streaming multiprocessors."""
+        ...
+
     @property
-    def free_bytes(self) -> int: ...
+    def free_bytes(self) -> int:
+        """Free bytes of the GPU's memory."""
+        ...
+
     def allocate(self, nbytes: int) -> int:
-        """Zeros, aligned to 256 bytes. Raises NotEnoughMemoryError."""
+        """Allocates GPU memory filled with zeros, aligned to 256 bytes. Raises NotEnoughMemoryError."""
         ...
 
-    def pinned(self, nbytes: int) -> Bytes: ...
+    def pinned(self, nbytes: int) -> Bytes:
+        """Allocates page-locked host memory, uint8 [nbytes]. Its content is undefined."""
+        ...
+
     def unpin(self, buffer: Bytes) -> None:
-        """Give back what `pinned` gave; nothing is copied from it or to it any more."""
+        """Frees memory from `pinned`. The caller has waited for all copies from it and to it."""
         ...
 
-    def upload(self, address: int, data: Bytes) -> None: ...
-    def download(self, data: Bytes, address: int) -> None: ...
-    def copy(self, to: int, source: int, nbytes: int) -> None: ...
-    def zero(self, address: int, nbytes: int) -> None: ...
-    def synchronize(self) -> None: ...
+    def upload(self, address: int, data: Bytes) -> None:
+        """Queues a copy of host memory to the GPU."""
+        ...
+
+    def download(self, data: Bytes, address: int) -> None:
+        """Queues a copy of GPU memory to the host; its length is that of `data`."""
+        ...
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Queues a copy within the GPU's memory."""
+        ...
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Queues filling GPU memory with zeros."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until everything queued is done."""
+        ...
+
     def event(self, *, sleeps: bool = False) -> Any:
-        """Something that can be recorded, again and again, and waited for.
+        """Makes an event, which can be recorded repeatedly and waited for.
 
         Args:
-            sleeps: whoever waits for it leaves the core to others, and goes on a little later.
+            sleeps: True if waiting threads sleep, which frees their core but wakes them slightly later.
         """
         ...
 
-    def record(self, event: Any) -> None: ...
+    def record(self, event: Any) -> None:
+        """Records an event after everything queued so far."""
+        ...
+
     def wait(self, event: Any) -> None:
-        """Until all is done that was asked for before the event was recorded last; not at all if it never was."""
+        """Waits until everything queued before the event's last record is done; returns at once if there is none."""
         ...
 
     def bind(self) -> None:
-        """The calling thread works with this device from now on."""
+        """Makes this device current in the calling thread, which must precede its other calls."""
         ...
 
     def close(self) -> None:
-        """Give back all that was taken of it; it cannot be used any more."""
+        """Frees everything allocated on the device, which cannot be used any more."""
         ...
 
     def launcher(
         self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
     ) -> Callable[[Grid], None]:
-        """A kernel of the engine's code with the addresses that it is given; what launches it on a grid."""
+        """Prepares a kernel of the engine's code with constant arguments.
+
+        Args:
+            kernel: name of the kernel.
+            threads: number of threads of a block.
+            shared_bytes: dynamic shared memory of a block.
+            arguments: addresses.
+
+        Returns:
+            A function that queues a launch on a grid.
+        """
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What `work` asks for, without doing it; what does it, at once, as often as it is called."""
+        """Captures what `work` queues as a graph, without running it.
+
+        Returns:
+            A function that queues the whole graph; it can be called repeatedly.
+        """
         ...
 
 
 def num_gpus() -> int:
-    """GPUs that this process may use; 0 without a driver, or without cuda-bindings."""
+    """Number of GPUs that this process may use; 0 without a driver or without cuda-bindings."""
     try:
         from cuda.bindings import driver
 
@@ -94,7 +138,7 @@ def num_gpus() -> int:
 
 
 def capability_of(index: int) -> tuple[int, int]:
-    """Compute capability of GPU number `index`, (9, 0) of an H200: without a context on it."""
+    """Compute capability of GPU number `index`, such as (9, 0) for an H200. It needs no context on the GPU."""
     from cuda.bindings import driver
 
     kinds = driver.CUdevice_attribute
@@ -105,10 +149,10 @@ def capability_of(index: int) -> tuple[int, int]:
 
 
 def describe_gpus() -> list[dict[str, Any]]:
-    """Of each GPU that this process may use: name, architecture, bytes, and the CUDA that its driver knows."""
+    """Describes each GPU that this process may use: its name, architecture, memory, and the driver's CUDA version."""
     gpus = []
     for index in range(num_gpus()):
-        device = CudaDevice(index)  # how much is free is known only with a context
+        device = CudaDevice(index)  # the free memory is only known with a context
         try:
             facts = {"name": device.name, "architecture": device.architecture, "cuda": device.cuda_version}
             gpus.append(facts | {"total_bytes": device.total_bytes, "free_bytes": device.free_bytes})
@@ -120,8 +164,8 @@ def describe_gpus() -> list[dict[str, Any]]:
 class CudaDevice:
     """GPU number `index` of this process.
 
-    Args:
-        code: of the engine: gives a kernel's cubin by name, and how it is launched. Set before the first `launcher`.
+    `code` has to be set before the first call of `launcher`: it returns the cubin and the launch properties of a kernel
+    of the engine, by name.
 
     Raises:
         NoCodeForMachineError: there is no such GPU, or no driver, or cuda-bindings is not installed.
@@ -139,7 +183,7 @@ class CudaDevice:
         self._driver: Any = driver
         self.code: Callable[[str], tuple[bytes, CompiledKernel]] | None = None
         self._functions: dict[tuple[str, int], tuple[Any, CompiledKernel]] = {}
-        self._owned: dict[tuple[str, int], Any] = {}  # what gives a thing back, and the thing, in the order of taking
+        self._owned: dict[tuple[str, int], Any] = {}  # by freeing function and handle, in the order of creation
         try:
             self._call("cuInit", 0)
             self._device = self._call("cuDeviceGet", index)
@@ -154,7 +198,7 @@ class CudaDevice:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability: (9, 0) of an H200."""
+        """Compute capability, such as (9, 0) for an H200."""
         major, minor = (
             self._attribute(f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{name}") for name in ("MAJOR", "MINOR")
         )
@@ -170,21 +214,23 @@ class CudaDevice:
 
     @property
     def name(self) -> str:
+        """Product name of the GPU."""
         return bytes(self._call("cuDeviceGetName", 256, self._device)).split(b"\0")[0].decode()
 
     @property
     def stream(self) -> int:
-        """Its handle, for others that work with the same GPU."""
+        """The stream's handle, for other libraries that use the same GPU."""
         return int(self._stream)
 
     @property
     def cuda_version(self) -> str:
-        """The newest that the driver knows: 13.0."""
+        """Newest CUDA version that the driver supports, such as 13.0."""
         version = int(self._call("cuDriverGetVersion"))
         return f"{version // 1000}.{version % 1000 // 10}"
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of the GPU's memory."""
         return int(self._call("cuDeviceTotalMem", self._device))
 
     @property
@@ -205,6 +251,7 @@ class CudaDevice:
         return address
 
     def free(self, address: int) -> None:
+        """Frees memory from `allocate`."""
         self._give_back("cuMemFree", address)
 
     def pinned(self, nbytes: int) -> Bytes:
@@ -244,9 +291,9 @@ class CudaDevice:
         self, kernel: str, threads: int, shared_bytes: int, arguments: Sequence[int]
     ) -> Callable[[Grid], None]:
         function, compiled = self._function(kernel, shared_bytes)
-        if compiled.num_warps:  # in Triton, which chooses a block, and passes two addresses more
+        if compiled.num_warps:  # a Triton kernel: Triton chooses the block's size, and adds two arguments
             threads, shared_bytes, arguments = 32 * compiled.num_warps, compiled.shared_bytes, (*arguments, 0, 0)
-        # CUDA takes the addresses of the arguments; both arrays live as long as the launcher.
+        # CUDA takes the addresses of the arguments, so both arrays have to live as long as the launcher.
         values = (ctypes.c_uint64 * len(arguments))(*arguments)
         start = ctypes.addressof(values)
         pointers = (ctypes.c_uint64 * len(arguments))(*[start + 8 * index for index in range(len(arguments))])
@@ -266,7 +313,7 @@ class CudaDevice:
         try:
             work()
         except BaseException:
-            self._driver.cuStreamEndCapture(self._stream)  # says less than what went wrong
+            self._driver.cuStreamEndCapture(self._stream)  # its own error says less than the one that is raised
             raise
         graph = self._call("cuStreamEndCapture", self._stream)
         whole = self._own("cuGraphExecDestroy", self._call("cuGraphInstantiate", graph, 0))
@@ -286,7 +333,7 @@ class CudaDevice:
             shared_bytes = compiled.shared_bytes or shared_bytes
             module = self._own("cuModuleUnload", self._call("cuModuleLoadData", cubin))
             function = self._call("cuModuleGetFunction", module, compiled.symbol.encode())
-            if shared_bytes > 48 << 10:  # more than every kernel has unasked
+            if shared_bytes > 48 << 10:  # more needs this attribute
                 limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._call("cuFuncSetAttribute", function, limit, shared_bytes)
             self._functions[key] = function, compiled
@@ -295,7 +342,8 @@ class CudaDevice:
     def close(self) -> None:
         if self._context is None:
             return
-        # A context that an error has broken gives nothing back but itself, so what each call says is no matter.
+        # In a context that an error has broken, each call fails, but releasing the context still frees its memory. So
+        # errors are ignored.
         self._driver.cuCtxSetCurrent(self._context)
         self._driver.cuStreamSynchronize(self._stream)
         for (name, _), thing in reversed(self._owned.items()):
@@ -316,7 +364,7 @@ class CudaDevice:
         return int(self._call("cuDeviceGetAttribute", getattr(self._driver.CUdevice_attribute, name), self._device))
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Of the driver's API: what a function gives behind its error. Raises EngineError for that."""
+        """Calls a function of the driver's API. Returns its values without the error code, and raises EngineError."""
         error, *values = getattr(self._driver, name)(*arguments)
         if not error:
             return values[0] if len(values) == 1 else values

@@ -1,11 +1,12 @@
-"""Runs plans on a GPU: an engine's launches in order, from addresses that never move.
+"""Runs plans on a GPU: the launches of an engine in order, with memory at fixed addresses.
 
-Memory is taken at the start: weights as the file has them, the arena at its limits, the KV pools, and the inputs.
-So a launch is a function, a grid and constant arguments; kernels read the sizes of a step from memory. Steps that only
-decode are replayed as graphs, one for each number of sequences in BUCKETS; others are launched one by one.
+All memory is allocated at the start: weights as the file has them, the arena at its maximum size, the KV pools, and the
+inputs. So a launch is a function, a grid and constant arguments, and kernels read the sizes of a step from memory.
+Steps that only decode are replayed as graphs, one for each number of sequences in BUCKETS. Other steps are launched
+kernel by kernel.
 
-Nothing waits for a step but who reads what it drew, so the next one may be asked for before. What the device reads from
-the host's memory, and writes there, is in turns: of two steps, each has its own.
+`run` does not wait for a step; only reading its sampled tokens does. The next step may therefore be queued before that.
+For this, host buffers that the device reads or writes exist PIPELINE_SLOTS times, and steps take turns using them.
 """
 
 from bisect import bisect_left
@@ -47,14 +48,18 @@ from enginewright.runtime.sampling.sampler import Draw, Entries, Fields
 from enginewright.runtime.sampling.token_mask import Mask
 from enginewright.runtime.step.inputs import Arrays, StepInputs, StepOutputs
 
-RESERVED_BYTES = 256 << 20  # of the GPU's memory, for code, graphs and what the driver takes
-FREE_SHARE = 0.9  # of the GPU's memory that weights and arena leave, for the KV cache
-ALIGN = 256  # bytes; of weights and inputs
+RESERVED_BYTES = 256 << 20  # bytes of GPU memory left for code, graphs and the driver
+FREE_SHARE = 0.9  # share of the GPU memory left by weights and arena that the KV cache gets by default
+ALIGN = 256  # alignment of weights and inputs, in bytes
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # sequences of a graph, up to a step's limit
 
 
 class DeviceRows:
-    """A step's logits or hidden states, on the device until the next step; np.asarray brings them here."""
+    """A step's logits or hidden states, which stay on the device until the next step. np.asarray copies them here.
+
+    Args:
+        read: copies the rows to the host.
+    """
 
     def __init__(self, read: Callable[[], NDArray[np.float32]]) -> None:
         self._read = read
@@ -64,15 +69,18 @@ class DeviceRows:
 
 
 class CudaExecutor:
-    """An engine's plan, ready to run on a device.
+    """Executor of an engine's plan on a GPU.
 
     Args:
-        weights: of another executor of the same engine on the same GPU, which is closed later than this one: they are
-            not uploaded again.
+        engine: the open engine.
+        device: the GPU.
+        config: limits of a step; None takes the defaults.
+        weights: addresses of the weights of another executor of the same engine on the same GPU, which are not uploaded
+            again. That executor must be closed after this one.
 
     Raises:
         NotEnoughMemoryError: weights, arena and KV cache do not fit.
-        CorruptEngineError: plan and code do not fit together.
+        CorruptEngineError: plan and code do not match.
     """
 
     steps_ahead = PIPELINE_SLOTS - 1
@@ -115,8 +123,8 @@ class CudaExecutor:
         places = {"sizes": self._inputs.sizes, "known": known, "logits": self._logits}
         places["logit_rows"] = self._inputs.addresses["logit_rows"]
         self._sampler = DeviceSampler(self.plan.sampling, sampler_limits, places, device)
-        self._of_steps = {"sampled": self._sampler.sampled, "known": known}  # what steps tell each other
-        # Layers repeat their launches: a grid is worked out once a step for all that have it.
+        self._of_steps = {"sampled": self._sampler.sampled, "known": known}  # tokens from step to step
+        # Layers repeat the same launches, so each different grid is computed only once a step.
         grids: dict[Launch, int] = {}
         self._launches = []
         for call in self.plan.calls:
@@ -130,26 +138,26 @@ class CudaExecutor:
 
     @property
     def draw(self) -> Draw:
-        """Draws from what `run` gave, on the device."""
+        """Samples on the device, from the logits of the last `run`."""
         return self._draw
 
     def close(self) -> None:
-        """Give the GPU's memory back; nothing runs any more."""
+        """Frees the GPU's memory. The caller has waited for all steps."""
         self.device.close()
 
     def warm_up(self) -> None:
-        """Capture the graphs of all numbers of sequences, so that no step has to."""
+        """Captures the graphs of all buckets, so that no step has to."""
         for count in self._buckets:
             self._graph(count)
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """Begin one step. It is done when its logits, or the tokens that were sampled from them, have been read."""
+        """Queues one step. Reading its outputs, or the tokens sampled from its logits, waits for it."""
         self.device.bind()
         sizes = inputs.sizes
         if any(inputs.copies):
             for memory, copies in zip(self.place_memory, inputs.copies, strict=True):
                 memory.copy(copies)
-        # A state begins with zeros. New blocks need none: attention reads no position that its queries do not see.
+        # A state starts with zeros. New blocks need not: attention reads no position that its queries do not see.
         for group in self._states:
             self.place_memory[group].zero(inputs.new_blocks[group])
         self._inputs.upload(inputs.arrays, sizes)
@@ -167,7 +175,7 @@ class CudaExecutor:
         )
 
     def _read(self, index: int, count: int) -> NDArray[np.float32]:
-        """Rows of a buffer."""
+        """Copies the first `count` rows of a buffer to the host: [count, columns]."""
         buffer = self.plan.buffers[index]
         rows = np.empty((count, buffer.stride), np.float32)
         self.device.download(rows.reshape(-1).view(np.uint8), self._buffers[index])
@@ -175,11 +183,11 @@ class CudaExecutor:
         return rows[:, : buffer.columns]
 
     def _write(self, index: int, values: NDArray[np.float32]) -> None:
-        """The first rows of a buffer."""
+        """Fills the first rows of a buffer from the host: [rows, columns]."""
         rows = np.zeros((len(values), self.plan.buffers[index].stride), np.float32)
         rows[:, : values.shape[1]] = values
         self.device.upload(self._buffers[index], rows.reshape(-1).view(np.uint8))
-        self.device.synchronize()  # so long the rows are needed
+        self.device.synchronize()  # the copy reads `rows` until then
 
     def _draw(
         self, _: DeviceRows, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None
@@ -200,7 +208,7 @@ class CudaExecutor:
                 run(grid)
 
     def _grid(self, launch: Launch, sizes: StepSizes) -> Grid | None:
-        """None if it does not run."""
+        """Grid of a launch in a step of these sizes; None if it does not run."""
         if not launch.runs(sizes):
             return None
         x, y, z = (extent.at(sizes, self._multiprocessors) for extent in launch.grid)
@@ -229,13 +237,16 @@ class CudaExecutor:
 
 
 def buckets_for(most: int) -> tuple[int, ...]:
-    """The numbers of sequences that graphs are made for, where a step has `most` of them."""
+    """Numbers of sequences for which graphs are captured, if a step has at most `most` sequences."""
     largest = min(most, BUCKETS[-1])
     return (*(count for count in BUCKETS if count < largest), largest)
 
 
 def bucket_of(sizes: StepSizes, buckets: Sequence[int]) -> int | None:
-    """The sequences of the graph that takes a step; None if none does: it reads prompts, or has too many."""
+    """Number of sequences of the graph that runs a step.
+
+    Returns None if no graph does: the step does not decode one token of each sequence, or it has too many sequences.
+    """
     tokens, sequences, logit_rows = sizes.counts[:3]
     if not tokens == sequences == logit_rows or tokens > buckets[-1]:
         return None
@@ -243,7 +254,7 @@ def bucket_of(sizes: StepSizes, buckets: Sequence[int]) -> int | None:
 
 
 class _Inputs:
-    """The step's sizes and inputs, where kernels read them: sizes and vectors side by side, then the block tables."""
+    """GPU memory of a step's sizes and inputs. Sizes and vectors come first, so one copy uploads them; then tables."""
 
     def __init__(self, inputs: Sequence[Input], limits: StepSizes, device: Device) -> None:
         self._device = device
@@ -262,7 +273,7 @@ class _Inputs:
         self.addresses = {name: self.sizes + offset for name, offset in offsets.items()}
         self._vectors = {entry.name: offsets[entry.name] // 4 for entry in vectors}
         self._tables = {entry.name: offsets[entry.name] for entry in tables}
-        self._last: dict[str, NDArray[np.int32]] = {}  # tables, as they are on the device
+        self._last: dict[str, NDArray[np.int32]] = {}  # the tables that are on the device
 
     def upload(self, arrays: Arrays, sizes: StepSizes) -> None:
         host, words, is_read = next(self._slots)
@@ -273,7 +284,7 @@ class _Inputs:
             words[at : at + len(values)] = values
         for name, start in self._tables.items():
             values = arrays[name]
-            if values is not self._last.get(name):  # whoever changes a table makes a new one
+            if values is not self._last.get(name):  # a changed table is a new array (Packer._gather)
                 self._last[name] = values
                 end = start + values.nbytes
                 host[start:end] = values.reshape(-1).view(np.uint8)

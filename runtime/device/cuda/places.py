@@ -1,7 +1,7 @@
-"""The memory of a cache group on a device, and how its places come to the host and back.
+"""The memory of a cache group on a device, and copies of its blocks or slots to the host and back.
 
-Everything is asked of the device's one stream, so it is in order with the steps: what is read is what the steps before
-have left, and what is written is there for the steps behind.
+All copies are queued on the device's one stream, in order with the steps. So a read sees the results of all earlier
+steps, and all later steps see what was written.
 """
 
 from collections import deque
@@ -18,41 +18,51 @@ from enginewright.runtime.device.cuda.device import Bytes, Device
 
 @dataclass(frozen=True, eq=False)
 class _Staging:
-    """Where a place is on the host, on its way."""
+    """A host buffer through which a place's content is copied."""
 
-    data: Bytes  # pinned
-    done: Any  # an event: when it was copied last
+    data: Bytes  # pinned memory of the size of a place
+    done: Any  # event recorded after the last copy from or to it
 
 
 class DevicePlaces:
-    """Places of a cache group, which begin as zeros.
+    """The memory of a cache group's blocks or slots on a device (PlaceMemory), zero at first.
 
-    Pinned memory is taken as it is first needed, and used again: for as many places as are being read at once, and two.
+    Pinned buffers are allocated when they are first needed, and reused. There are two more of them, at most, than the
+    number of places that are read at the same time.
+
+    Args:
+        device: the GPU.
+        num_places: number of blocks or slots.
+        place_bytes: bytes of each.
     """
 
     def __init__(self, device: Device, num_places: int, place_bytes: int) -> None:
         self.place_bytes = place_bytes
         self.address = device.allocate(num_places * place_bytes)
         self._device = device
-        self._free: deque[_Staging] = deque()  # that which was used last to write comes last
+        self._free: deque[_Staging] = deque()  # buffers used to write are appended, the last one most recently
 
     def copy(self, places: Copies) -> None:
+        """Queues copies of places, in order."""
         for source, to in places:
             self._device.copy(self._at(to), self._at(source), self.place_bytes)
 
     def zero(self, places: Iterable[int]) -> None:
+        """Queues filling places with zeros."""
         for place in places:
             self._device.zero(self._at(place), self.place_bytes)
 
     def read(self, place: int) -> Callable[[], bytes]:
+        """Queues a copy to the host. The returned function waits for it, in any thread, and gives the content."""
         staging = self._take()
         self._device.download(staging.data, self._at(place))
         self._device.record(staging.done)
         return _Read(self._device, staging, self._free).content
 
     def write(self, place: int, content: bytes | memoryview) -> None:
+        """Queues a copy of `content` to a place."""
         staging = self._take()
-        self._device.wait(staging.done)  # what it was last used for
+        self._device.wait(staging.done)  # until then the buffer is in use
         staging.data[:] = np.frombuffer(content, np.uint8)
         self._device.upload(self._at(place), staging.data)
         self._device.record(staging.done)
@@ -62,23 +72,23 @@ class DevicePlaces:
         return self.address + place * self.place_bytes
 
     def _take(self) -> _Staging:
-        """One stays, so that of places that are written one is filled while another is copied."""
-        self._device.bind()  # a thread may begin with this, before its first step
+        """Takes a free buffer, or a new one. It leaves the most recently used one, whose copy may still run."""
+        self._device.bind()  # this may be a thread's first call, before its first step
         if len(self._free) > 1:
             return self._free.popleft()
         return _Staging(self._device.pinned(self.place_bytes), self._device.event(sleeps=True))
 
 
 class _Read:
-    """A place that is being read."""
+    """A read of a place that is under way."""
 
     def __init__(self, device: Device, staging: _Staging, free: deque[_Staging]) -> None:
         self._device, self._staging, self._free = device, staging, free
         self._lock = Lock()
-        self._content: bytes | None = None  # None: it is in pinned memory, or on its way there
+        self._content: bytes | None = None  # None: it is still in the pinned buffer, or being copied there
 
     def content(self) -> bytes:
-        """Waits for it, in any thread; then the pinned memory is free again."""
+        """Waits for the content, in any thread, and frees the pinned buffer for reuse."""
         with self._lock:
             if self._content is None:
                 self._device.bind()

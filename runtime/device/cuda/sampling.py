@@ -1,4 +1,4 @@
-"""Samples on the GPU: parameters go there in one copy, tokens come back in one, and logits stay where they are."""
+"""Samples on the GPU: parameters are uploaded in one copy, tokens come back in one, and logits stay on the device."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,36 +15,43 @@ from enginewright.runtime.sampling.parameters import MAX_BIASED_TOKENS, MAX_LOGP
 from enginewright.runtime.sampling.sampler import Entries, Fields
 from enginewright.runtime.sampling.token_mask import Mask, num_words
 
-# As csrc/cuda/sampling.cuh has them; what goes there has the dtypes of `_cpu`.
+# Results, with the layout of csrc/cuda/sampling.cuh. Parameters have the dtypes of `_cpu`.
 SAMPLED_ROW = np.dtype([("token", np.int32), ("status", np.int32), ("logprob", np.float32)])
 TOPS = np.dtype([("tokens", np.int32, MAX_LOGPROBS), ("logprobs", np.float32, MAX_LOGPROBS)])
-ENTRY_BYTES = 8  # of TOKEN_COUNT and TOKEN_BIAS
-PIPELINE_SLOTS = 2  # steps that may be in flight: each has buffers of its own on the host
+ENTRY_BYTES = 8  # bytes of a TOKEN_COUNT or TOKEN_BIAS
+PIPELINE_SLOTS = 2  # number of steps that may be in flight, each with host buffers of its own
 
 
 @dataclass(frozen=True)
 class SamplerLimits:
-    """Of a step."""
+    """Maximum sizes of what a step's sampling needs, and the layout of its buffers."""
 
-    rows: int  # of logits
-    entries: int  # of histories and biases together
-    words: int  # of a row's mask
+    rows: int  # rows of logits
+    entries: int  # entries of all rows' histories and biases together
+    words: int  # 32-bit words of a row's mask
 
     @staticmethod
     def of(rows: int, length: int, vocab: int, num_ends: int) -> "SamplerLimits":
-        """length: of the longest sequence. num_ends: end-of-text tokens, which may be held back at first."""
-        history = min(length, vocab) + 1  # and the token in flight
+        """Computes the limits.
+
+        Args:
+            rows: rows of logits.
+            length: maximum number of positions of a sequence.
+            vocab: number of tokens of the vocabulary.
+            num_ends: number of end-of-text tokens, which have biases before min_tokens.
+        """
+        history = min(length, vocab) + 1  # one more for the token in flight
         biases = min(MAX_BIASED_TOKENS + MAX_STOPS + num_ends, vocab)
         return SamplerLimits(rows, rows * (history + biases), num_words(vocab))
 
     @property
     def masks_start(self) -> int:
-        """Behind parameters and entries."""
+        """Byte offset of the masks in the input buffer, after parameters and entries."""
         return self.rows * _cpu.SAMPLING_ROW.itemsize + self.entries * ENTRY_BYTES
 
     @property
     def input_bytes(self) -> int:
-        """Of parameters, entries and masks."""
+        """Bytes of the input buffer: parameters, entries and masks."""
         return self.masks_start + self.rows * self.words * 4
 
     @property
@@ -54,20 +61,22 @@ class SamplerLimits:
 
     @property
     def result_bytes(self) -> int:
+        """Bytes of the result buffer: sampled tokens, and top log-probabilities."""
         return self.tops_start + self.rows * TOPS.itemsize
 
     @property
     def saved_bytes(self) -> int:
-        """For the logits that entries change."""
+        """Bytes to save the logits that entries change, which the kernel restores."""
         return self.entries * 4
 
     @property
     def device_bytes(self) -> int:
+        """Bytes of all buffers on the device."""
         return self.input_bytes + self.result_bytes + self.saved_bytes
 
 
 class _PipelineSlot:
-    """The host's buffers for one step in flight. done: when its result is there."""
+    """Host buffers of one step in flight. The event `done` is recorded after the copy of its result."""
 
     def __init__(self, limits: SamplerLimits, device: Device) -> None:
         self.input, self.result = device.pinned(limits.input_bytes), device.pinned(limits.result_bytes)
@@ -78,11 +87,13 @@ class _PipelineSlot:
 
 
 class DeviceSampler:
-    """Sends rows of parameters, entries (histories, then biases) and masks to the GPU, and reads the sampled tokens.
+    """Uploads rows of parameters, entries (histories, then biases) and masks, and reads the sampled tokens.
 
     Args:
-        launch: the plan's.
-        places: addresses of the step's sizes and of what else the launch takes, by role.
+        launch: the plan's launch of the sampling kernel.
+        limits: maximum sizes of a step.
+        places: addresses of the step's sizes and of the launch's other arguments, by role.
+        device: the GPU.
     """
 
     def __init__(self, launch: Launch, limits: SamplerLimits, places: Mapping[str, int], device: Device) -> None:
@@ -91,7 +102,7 @@ class DeviceSampler:
         self._masks_start = limits.masks_start
         self._tops_start = limits.tops_start
         self._slots = cycle([_PipelineSlot(limits, device) for _ in range(PIPELINE_SLOTS)])
-        self._rows = np.zeros(0, _cpu.SAMPLING_ROW)  # of the last step, and what of them stays as they are
+        self._rows = np.zeros(0, _cpu.SAMPLING_ROW)  # rows of the last step, and what is derived from them
         self._row_bytes, self._wanted = _bytes(self._rows), list[tuple[int, int]]()
         self._input, self.sampled = device.allocate(limits.input_bytes), device.allocate(limits.result_bytes)
         addresses = {
@@ -114,9 +125,17 @@ class DeviceSampler:
         self._run, self._run_masked = launcher(0), launcher(self._input + self._masks_start)
 
     def draw(self, rows: Entries, history: Entries, biases: Entries, allowed: Mask | None) -> Iterable[Fields]:
-        """As `_cpu.sample`, from the logits of the step that was begun last: all of its rows.
+        """Samples all rows of the last queued step's logits.
 
-        To read the result waits for the step; that has to be before PIPELINE_SLOTS more steps.
+        Args:
+            rows: SAMPLING_ROW for each row of logits.
+            history: TOKEN_COUNT entries of all rows.
+            biases: TOKEN_BIAS entries of all rows.
+            allowed: masks, uint32 [rows, words]; None: all tokens are allowed.
+
+        Returns:
+            Fields of each row's token, as `_cpu.sample` does. Reading them waits for the step, and has to happen before
+            PIPELINE_SLOTS more steps are sampled.
         """
         slot, device = next(self._slots), self._device
         end = rows.nbytes
@@ -144,10 +163,14 @@ class DeviceSampler:
 
 
 class _SampledRows:
-    """What a step samples, waited for when it is read.
+    """The sampled tokens of a step. Iterating over them waits for the step.
 
     Args:
-        wanted: of each row, whether it has a log-probability, and of how many tokens beside; empty if none has.
+        slot: host buffers with the result.
+        count: number of rows.
+        wanted: for each row, if a log-probability is reported, and the number of most likely tokens to report with it;
+            empty if no row reports any.
+        device: the GPU.
     """
 
     def __init__(self, slot: _PipelineSlot, count: int, wanted: Sequence[tuple[int, int]], device: Device) -> None:
@@ -173,7 +196,7 @@ def _fields(row: tuple[int, bool, float, tuple[list[int], list[float]], tuple[in
 
 
 def _wanted(rows: Entries) -> list[tuple[int, int]]:
-    """Of each row, whether it wants a log-probability, and of how many tokens beside; empty if none does."""
+    """For each row, if it wants a log-probability, and the number of most likely tokens with it; empty if none does."""
     return rows[["logprobs", "top_logprobs"]].tolist() if rows["logprobs"].any() else []
 
 

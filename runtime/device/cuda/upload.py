@@ -1,6 +1,6 @@
-"""Weights from the file to the GPU: read in parallel into a ring of pinned buffers, and copied from there.
+"""Uploads weights to the GPU: threads read the file into pinned buffers, which are copied from there.
 
-The GPU has them as the file does, whole and unchanged, so nothing is computed on the way.
+The GPU uses the weights in the layout of the file, so nothing is converted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,14 +10,20 @@ from enginewright.runtime.device.cuda.device import Device
 from enginewright.runtime.engine import Engine
 
 PIECE_BYTES = 16 << 20
-READERS = 4  # threads, and pieces in a turn of the ring
+READERS = 4  # number of reading threads, and of pieces that are read while as many are copied
 
 
 def upload_weights(engine: Engine, device: Device, align: int, there: Mapping[str, int]) -> dict[str, int]:
-    """The address of each weight that the plan names.
+    """Uploads the weights that the plan names, into one allocation.
 
     Args:
-        there: addresses of those that need not be uploaded. The others share one allocation.
+        engine: the open engine.
+        device: the GPU.
+        align: alignment of each weight, in bytes.
+        there: addresses of weights that are already on the GPU, by name.
+
+    Returns:
+        The address of each weight, by name, including those of `there`.
     """
     names = [name for name in engine.plan.weight_names() if name not in there]
     if not names:
@@ -44,7 +50,7 @@ def upload_weights(engine: Engine, device: Device, align: int, there: Mapping[st
         for turn, parts in enumerate(turns):
             for piece in reading:
                 piece.result()
-            device.synchronize()  # the turn before is copied, so the next one may take its buffers
+            device.synchronize()  # the previous pieces are copied, so the next ones may use their buffers
             for (name, begin, count), buffer in zip(parts, halves[turn % 2], strict=False):
                 device.upload(addresses[name] + begin, buffer[:count])
             reading = read(turn + 1) if turn + 1 < len(turns) else []
