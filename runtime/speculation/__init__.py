@@ -1,6 +1,7 @@
-"""Guesses of the tokens that come next, which a step verifies at once: faster answers, the same bits.
+"""Speculative decoding: one step verifies several draft tokens, which is faster and gives the same answers bit by bit.
 
-proposer.py: what guesses. lookup.py: texts that repeat themselves. draft.py: a smaller model. methods.py: their names.
-speculator.py: how many guesses of which sequence pay, and what becomes of them. acceptance.py: how likely a guess is
-right.
+proposer.py: the interface of all sources of draft tokens. lookup.py: earlier text. draft.py: a smaller model.
+head.py: MTP layers and EAGLE-3. medusa.py: Medusa heads. methods.py: their names, and the memory that they take.
+speculator.py: how many draft tokens each sequence gets. acceptance.py: how likely a draft token is accepted.
+stats.py: counts of draft tokens and of accepted ones.
 """

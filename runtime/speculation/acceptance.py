@@ -1,18 +1,18 @@
-"""How likely the guesses for a sequence are right, from those that were verified."""
+"""Acceptance rates: estimates of how likely a draft token is accepted, learned from the verified ones."""
 
 from collections.abc import Sequence
 
-BY_GUESS = 0.1  # how far a guess that was verified moves what is believed of its sequence
-OF_ALL = 0.02  # and of all sequences, with which a new one begins
-FIRST = 10  # guesses that the first rates weigh as much as
+BY_GUESS = 0.1  # minimum weight of a verified draft token in the rates of its sequence
+OF_ALL = 0.02  # minimum weight of a verified draft token in the rates of all sequences, which a new one starts with
+FIRST = 10  # number of draft tokens that the initial rates count as
 
 
 class Acceptance:
-    """Rates by level of confidence, of one sequence or of all.
+    """Acceptance rates by level of confidence, of one sequence or of all sequences together.
 
     Args:
-        rates: at first.
-        weight: of a guess, when many have been verified.
+        rates: the initial rates, one for each level, from 0 to 1.
+        weight: weight of a new draft token once many have been verified, from 0 to 1.
     """
 
     def __init__(self, rates: Sequence[float], weight: float) -> None:
@@ -21,16 +21,23 @@ class Acceptance:
 
     @staticmethod
     def of_all(rates: Sequence[float]) -> "Acceptance":
+        """Creates the rates of all sequences together."""
         return Acceptance(rates, OF_ALL)
 
     def of_sequence(self) -> "Acceptance":
-        """What is believed of a new one."""
+        """Creates the rates of a new sequence, which start as a copy of these."""
         return Acceptance(self._rates, BY_GUESS)
 
     def rate(self, level: int) -> float:
+        """Estimated probability that a draft token of this level is accepted."""
         return self._rates[level]
 
     def learn(self, level: int, right: float) -> None:
-        """A guess was right (1) or wrong (0), or is right with this chance."""
+        """Updates the rate of a level with one draft token.
+
+        Args:
+            level: level of confidence of the draft token.
+            right: 1 if it was accepted, 0 if it was rejected, or the probability that it will be accepted.
+        """
         self._counts[level] += 1
         self._rates[level] += max(self._weight, 1 / self._counts[level]) * (right - self._rates[level])

@@ -1,7 +1,7 @@
-"""A smaller model that the engine holds beside its own, or the first layers of its own, guess what comes next.
+"""Draft tokens by a draft model: a smaller model in the same engine, or the first layers of the model itself.
 
-It samples its guesses with the noise that the model's own tokens will be sampled with, and by the same rules: a guess
-is right wherever both models' probabilities put that noise on the same token (https://arxiv.org/abs/2408.07978).
+The draft model samples with the same noise and by the same rules as the model will. A draft token is accepted wherever
+this noise selects the same token from the probabilities of both models (https://arxiv.org/abs/2408.07978).
 """
 
 import math
@@ -29,24 +29,32 @@ from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
 from enginewright.runtime.step.step_plan import ScheduledTokens
 
-# Tokens that the draft may lack of a sequence and still guess in the same step; more are read in steps of their own.
+# Number of unread tokens up to which the draft model reads a sequence together with its draft run; more than these are
+# read in steps of their own.
 MOST_BEHIND = 32
-WARM_UP = 4  # steps that tell what a step of the draft takes
-UNKNOWN = 0  # the confidence of a guess that is not made yet
-LEVELS = (0.25, 0.5, 0.7, 0.85, 0.95, 0.99)  # probabilities from which on a guess is of the next level
+WARM_UP = 4  # number of steps that measure the time of a step of the draft model
+UNKNOWN = 0  # level of confidence in a draft token that is not sampled yet
+LEVELS = (0.25, 0.5, 0.7, 0.85, 0.95, 0.99)  # minimum probabilities of a draft token for the levels 2 to 7
 
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """Guesses for one sequence in the making."""
+    """The draft run of one sequence while it grows."""
 
-    sequence: TokenSequence  # the model's
-    own: TokenSequence  # the draft's
-    draft_tokens: list[int] = field(default_factory=list)
-    ended: bool = False  # none comes after a token that ends the sequence, or where nothing can be sampled yet
+    sequence: TokenSequence  # the model's sequence
+    own: TokenSequence  # the draft model's sequence
+    draft_tokens: list[int] = field(default_factory=list)  # token ids sampled so far
+    ended: bool = False  # true after a token that ends the sequence, or where nothing can be sampled yet
 
     def take(self, token: SampledToken) -> DraftToken | None:
-        """One guess more."""
+        """Appends a sampled token to the draft run.
+
+        Args:
+            token: the sampled token, with its log-probability.
+
+        Returns:
+            The draft token; None if nothing could be sampled.
+        """
         self.ended = token.is_nan or token.token in self.sequence.stop_token_ids
         if token.is_nan:
             return None
@@ -54,23 +62,23 @@ class Row:
         self.own.token_ids.append(token.token)
         request = self.sequence.request
         if request is not None and request.grammar is not None:
-            request.grammar.look(self.draft_tokens)  # while the draft computes what comes after them
+            request.grammar.look(self.draft_tokens)  # its masks are computed while the draft model runs
         assert token.logprob is not None, "its row asks for it"
         return DraftToken(token.token, 1 + bisect(LEVELS, math.exp(token.logprob)))
 
 
 class DraftModel(Proposer):
-    """Guesses by a plan beside the engine's own, with caches of its own.
+    """Proposes draft tokens by a second plan of the engine, which has KV caches of its own.
 
-    Where these have no room for a sequence, it guesses nothing for it. A long prompt is read in chunks, one a step,
-    before the first guess.
+    A sequence for which these caches have no free blocks gets no draft tokens. A long prompt is read in chunks, one in
+    each step, before the first draft token.
 
     Args:
-        executor: of the draft's plan.
-        cost: of its steps.
+        executor: runs the plan of the draft model.
+        cost: time of its steps.
     """
 
-    # Those of Qwen2.5-Coder 0.5B for 1.5B, which are the same in code and prose (benchmarks/coupling.py).
+    # Measured with Qwen2.5-Coder 0.5B as draft model of 1.5B; code and prose give the same (benchmarks/coupling.py).
     first_rates = (0.8, 0.35, 0.53, 0.64, 0.81, 0.94, 0.99, 0.99)
 
     def __init__(self, executor: Executor, cost: StepCost) -> None:
@@ -81,21 +89,24 @@ class DraftModel(Proposer):
         self._packer = Packer(plan.caches, memory.limits)
         self._sampler = Sampler(executor.draw)
         self._num_groups = len(plan.caches)
-        self._copies = self._nothing()  # for the next step
-        self._own: dict[TokenSequence, TokenSequence] = {}  # with the draft's caches, by the model's
-        self._rows: dict[TokenSequence, Row] = {}  # that guesses are made for now, by the model's
-        self._begun: dict[TokenSequence, int] = {}  # the position that each may go back to, by the draft's
+        self._copies = self._nothing()  # copies of cache blocks before the next step, by cache group
+        self._own: dict[TokenSequence, TokenSequence] = {}  # the draft model's sequences, by the model's
+        self._rows: dict[TokenSequence, Row] = {}  # draft runs of this step, by the model's sequence
+        self._begun: dict[TokenSequence, int] = {}  # rollback positions, by the draft model's sequence
         self._measure()
 
     @classmethod
     def open(cls, role: str, engine: Engine, config: RuntimeConfig, executor: Executor) -> Self:
-        """With room for as many tokens as the model that `executor` runs has.
+        """Opens a draft model whose KV caches hold as many tokens as those of the model.
 
         Args:
-            role: of the draft in the engine.
+            role: role of the draft model in the engine.
+            engine: the engine.
+            config: limits of the model.
+            executor: runs the model itself.
 
         Raises:
-            UsageError: the engine has no draft in this role.
+            UsageError: the engine has no draft model in this role.
         """
         draft, limits = engine.for_role(role), config_of_draft(role, engine, config, executor.memory_plan.kv_bytes)
         return cls(open_executor(draft, limits, executor.weights), StepCost.of(draft))
@@ -108,7 +119,7 @@ class DraftModel(Proposer):
             self.end(sequence)
         followed = {sequence: self._follow(sequence) for sequence in sequences}
         ready = [one for one in followed.values() if one is not None]
-        # A state goes back to where the guesses begin, which is behind some token at least.
+        # A rollback returns to the start of the draft run, which needs at least one computed token before it.
         self._read([one for one in ready if _behind(one) > MOST_BEHIND or not one.num_computed_tokens])
         self._rows, self._begun = {}, {}
         room = self._limits.tokens
@@ -148,7 +159,7 @@ class DraftModel(Proposer):
         return tuple([] for _ in range(self._num_groups))
 
     def _open(self, token_ids: Sequence[int]) -> TokenSequence | None:
-        """A sequence of which nothing is computed; None if there is no room."""
+        """Opens a sequence of which nothing is computed; None if there are no free blocks."""
         held = self._cache.admit(len(token_ids), copies=self._copies)
         if held is None:
             return None
@@ -163,14 +174,14 @@ class DraftModel(Proposer):
         self._packer.remove(own)
 
     def _follow(self, sequence: TokenSequence) -> TokenSequence | None:
-        """The draft's sequence with the tokens that the model's has by now; None where there is no room for it."""
+        """Brings the draft model's sequence up to date with the model's; None where there are no free blocks for it."""
         own, known = self._own.get(sequence), sequence.token_ids
         if own is None:
             own = self._open(known)
             if own is not None:
                 self._own[sequence] = own
             return own
-        same = own.num_prompt_tokens  # those that were known when it guessed last
+        same = own.num_prompt_tokens  # number of tokens that were known at the last draft run
         while same < min(len(own.token_ids), len(known)) and own.token_ids[same] == known[same]:
             same += 1
         computed = own.num_computed_tokens
@@ -185,11 +196,14 @@ class DraftModel(Proposer):
         return len(own.token_ids) <= self._longest and self._cache.grow(own.held, len(own.token_ids))
 
     def _mark(self, own: TokenSequence) -> bool:
-        """Make ready for guesses, which may be taken back."""
+        """Makes a checkpoint before the draft run, to which the sequence can be rolled back; False: no free blocks."""
         return self._cache.checkpoint(own.held, own.num_computed_tokens, self._copies)
 
     def _read(self, behind: Sequence[TokenSequence]) -> None:
-        """One step of those that lack many tokens, as far as it goes; the last token is left for the guesses."""
+        """Runs one step on sequences with many unread tokens, up to the token budget.
+
+        The last token of each is left for the draft run, whose first draft token needs its logits.
+        """
         parts, room = [], self._limits.tokens
         for own in behind:
             count = min(_behind(own) - 1, room)
@@ -202,10 +216,11 @@ class DraftModel(Proposer):
             self._cost.learn(self._limits.tokens - room, time.perf_counter() - began)
 
     def _sample(self, rows: Sequence[Row], begun: Mapping[TokenSequence, int]) -> list[SampledToken]:
-        """A token behind each.
+        """Samples the next token of each draft run.
 
         Args:
-            begun: the position that each may go back to.
+            rows: the draft runs.
+            begun: rollback positions, by the draft model's sequence.
         """
         began = time.perf_counter()
         parts = [ScheduledTokens(row.own, row.own.num_computed_tokens, _behind(row.own), 1) for row in rows]
@@ -222,7 +237,7 @@ class DraftModel(Proposer):
     def _run(self, parts: Sequence[ScheduledTokens], begun: Mapping[TokenSequence, int]) -> Logits:
         new: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
         for part in parts:
-            # What falls out of a window meanwhile would be missed if the guesses are wrong.
+            # Blocks that leave a sliding window during the draft run are kept, since a rollback needs them again.
             first = begun.get(part.sequence, part.first)
             self._cache.extend(part.sequence.held, first, part.end, new, self._copies)
             part.sequence.num_computed_tokens = part.end
@@ -233,21 +248,21 @@ class DraftModel(Proposer):
         return outputs.logits
 
     def _hidden_before(self, parts: Sequence[ScheduledTokens]) -> NDArray[np.float32] | None:
-        """What the plan is given with these parts, if anything."""
+        """Hidden states that the plan reads with these tokens; None if it reads none."""
         return None
 
     def _ran(self, parts: Sequence[ScheduledTokens], outputs: StepOutputs) -> None:
-        """A step of these parts is done."""
+        """Receives the outputs of a finished step."""
 
     def _measure(self) -> None:
-        """What a step takes, from some of them."""
+        """Measures the time of a step of the draft model."""
         own = self._open([0])
         if own is None:
             return
         request = SamplingRequest(SamplingParams(temperature=0), [0], self._executor.plan.vocab_size)
         self._run(
             [ScheduledTokens(own, 0, 1, 1)], {}
-        )  # reads the weights from the disk, which the others find in memory
+        )  # Not measured: it reads the weights from disk, which later steps find in memory.
         own.token_ids.append(0)
         for _ in range(WARM_UP):
             if self._grow(own):
@@ -257,35 +272,43 @@ class DraftModel(Proposer):
 
 
 def _behind(own: TokenSequence) -> int:
-    """Tokens that are known and not computed."""
+    """Number of tokens of a sequence that are known and not computed."""
     return len(own.token_ids) - own.num_computed_tokens
 
 
 def config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: int | None = None) -> RuntimeConfig:
-    """Limits of a draft.
+    """Limits of a draft model.
 
     Args:
-        config: those of the model.
-        kv_bytes: that the model's KV caches take; None: nobody knows yet.
+        role: role of the draft model in the engine.
+        engine: the engine.
+        config: limits of the model.
+        kv_bytes: bytes of the model's KV caches; None: not known yet.
 
     Raises:
-        UsageError: the engine has no draft in this role.
+        UsageError: the engine has no draft model in this role.
     """
     length = config.max_model_len or engine.plan.max_seq_len
     return replace(
         config,
         max_model_len=min(length, engine.for_role(role).plan.max_seq_len),
         max_logit_rows=config.max_num_seqs,
-        # A draft without caches takes none of it, and a limit is 1 at least.
+        # A draft model without caches takes no memory for them, but a limit has to be at least 1.
         kv_cache_memory=None if kv_bytes is None else max(int(kv_bytes_of_draft(role, engine, config, kv_bytes)), 1),
     )
 
 
 def kv_bytes_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: float) -> float:
-    """What its caches take where those of the model take `kv_bytes`, so that both have room for as many tokens.
+    """Bytes of the draft model's KV caches, for which both models can hold the same number of tokens.
+
+    Args:
+        role: role of the draft model in the engine.
+        engine: the engine.
+        config: limits of the model.
+        kv_bytes: bytes of the model's KV caches.
 
     Raises:
-        UsageError: the engine has no draft in this role.
+        UsageError: the engine has no draft model in this role.
     """
     length = config.max_model_len or engine.plan.max_seq_len
     own, its = (

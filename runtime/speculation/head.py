@@ -1,8 +1,9 @@
-"""A head guesses what comes next from the model's own hidden states: MTP layers (builder/models/blocks/mtp.py) and
-EAGLE-3 (builder/heads/eagle.py).
+"""Draft heads, which predict from the model's hidden states: MTP layers (builder/models/blocks/mtp.py) and EAGLE-3
+(builder/heads/eagle.py).
 
-Its token i is the model's token i + 1, read together with the model's hidden state i. Guess by guess, its own hidden
-states take the place of the model's; once the guesses are verified, it reads the right tokens again with the model's.
+Token i of the head's sequence is token i + 1 of the model's, and is read together with the model's hidden state i.
+During a draft run, the head's own hidden states replace the model's. Once the draft tokens are verified, the head reads
+the accepted tokens again, with the model's hidden states.
 """
 
 from collections.abc import Sequence
@@ -24,19 +25,24 @@ Row = NDArray[np.float32]  # [columns]
 
 @dataclass(eq=False, slots=True)
 class HiddenStates:
-    """What is still needed of a sequence's hidden states.
+    """Hidden states of a sequence that the head has still to read.
 
-    The first position is the first one that was computed while somebody looked: where a prefix cache has others before
-    it, the head begins there.
+    Positions that come from the prefix cache have no hidden states. The head's sequence starts after these, at the
+    first position that a step has computed.
     """
 
-    first: int  # position of the head's first token
+    first: int  # position in the model's sequence of the hidden state that the head's first token is read with
     begin: int  # position of the first row that is kept
-    rows: list[Row] = field(default_factory=list)
-    end: int = 0  # the position behind the last row that is the model's; those behind it are the head's own
+    rows: list[Row] = field(default_factory=list)  # one hidden state for each position, each [columns]
+    end: int = 0  # position after the last row of the model; rows from there on are the head's own
 
     def put(self, position: int, rows: NDArray[np.float32]) -> None:
-        """Rows that the model has computed from `position` on, which is `end` at most; they may be there already."""
+        """Adds rows that the model has computed. They replace known rows at the same positions, and all rows after.
+
+        Args:
+            position: position of the first row, at most `end`.
+            rows: hidden states, [positions, columns].
+        """
         known = max(self.begin - position, 0)
         if known < len(rows):
             del self.rows[position + known - self.begin :]
@@ -44,40 +50,40 @@ class HiddenStates:
             self.end = position + len(rows)
 
     def keep(self, begin: int, end: int) -> None:
-        """Positions from `begin` up to `end` alone are of use."""
+        """Drops all rows but those of the positions from `begin` up to `end`, without `end`."""
         self.rows = self.rows[begin - self.begin : end - self.begin]
         self.begin = begin
 
     def of(self, part: ScheduledTokens) -> list[Row]:
-        """What a part of the head's sequence reads."""
+        """Rows that the head reads with some tokens of its sequence."""
         start = self.first + part.first - self.begin
         return self.rows[start : start + part.num_tokens]
 
 
 class HeadModel(DraftModel):
-    """Guesses by a plan that is given hidden states, and shows its own.
+    """Proposes draft tokens by a plan that reads hidden states, and outputs its own.
 
-    In a row that the plan is given, the model's states are the first columns, and the head's own the last ones, which
-    may be the same; the other columns are zero.
+    In a row that the plan reads, the first columns are the model's hidden state, or the last columns are the head's
+    own; both may be the same columns. The other columns are zero.
     """
 
     def __init__(self, executor: Executor, cost: StepCost) -> None:
-        self._states: dict[TokenSequence, HiddenStates] = {}  # by the model's sequences
-        self._read_by: dict[TokenSequence, HiddenStates] = {}  # the same, by the head's
+        self._states: dict[TokenSequence, HiddenStates] = {}  # by the model's sequence
+        self._read_by: dict[TokenSequence, HiddenStates] = {}  # the same objects, by the head's sequence
         self._columns = executor.plan.buffers[executor.plan.given[HIDDEN_BEFORE]].columns
         super().__init__(executor, cost)
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
         shown, row = np.asarray(outputs.hidden), 0
         for part in plan.scheduled:
-            if len(part.sequence.token_ids) >= self._longest:  # nothing more is guessed for it
+            if len(part.sequence.token_ids) >= self._longest:  # there is no space for draft tokens
                 self.end(part.sequence)
             elif part.sequence.is_running and not part.sequence.is_beam:
                 rows = np.zeros((part.num_tokens, self._columns), np.float32)
                 rows[:, : shown.shape[1]] = shown[row : row + part.num_tokens]
                 self._put(part, rows)
             row += part.num_tokens
-        # What guesses do not need soon is read meanwhile, or states would add up.
+        # Sequences that get no draft tokens are read from time to time, or their hidden states would fill the memory.
         full = [one for one, states in self._states.items() if len(states.rows) > self._limits.tokens]
         reading = {sequence: self._follow(sequence) for sequence in full}
         for sequence in [one for one, own in reading.items() if own is None]:
@@ -97,13 +103,13 @@ class HeadModel(DraftModel):
 
     def _put(self, part: ScheduledTokens, rows: NDArray[np.float32]) -> None:
         states = self._states.get(part.sequence)
-        if states is None or part.first > states.end:  # what is between is not known
+        if states is None or part.first > states.end:  # the hidden states between are not known
             self.end(part.sequence)
             states = self._states[part.sequence] = HiddenStates(part.first, part.first)
         states.put(part.first, rows)
 
     def _num_known(self, sequence: TokenSequence) -> int:
-        """Positions, from the first one on, whose hidden states and next tokens are known; 0 where there are none."""
+        """Position up to which hidden states and the tokens after them are known; 0 where none are."""
         states, last = self._states.get(sequence), len(sequence.token_ids) - 1
         return 0 if states is None or states.first >= last else min(states.end, last)
 
@@ -124,7 +130,7 @@ class HeadModel(DraftModel):
                 return None
             self._own[sequence], self._read_by[own] = own, states
         else:
-            known, computed = own.num_prompt_tokens, own.num_computed_tokens  # behind `known` it has guessed
+            known, computed = own.num_prompt_tokens, own.num_computed_tokens  # tokens from `known` on are draft tokens
             own.token_ids[known:] = sequence.token_ids[states.first + 1 + known : end + 1]
             own.num_prompt_tokens = len(own.token_ids)
             own.num_computed_tokens = self._cache.roll_back(
@@ -150,7 +156,7 @@ class HeadModel(DraftModel):
         shown, last = np.asarray(outputs.hidden), -1
         for part in parts:
             last += part.num_tokens
-            if part.num_logit_rows:  # a guess comes behind it
+            if part.num_logit_rows:  # its last token gives a draft token, which is read with this hidden state
                 row = np.zeros(self._columns, np.float32)
                 row[-shown.shape[1] :] = shown[last]
                 self._read_by[part.sequence].rows.append(row)

@@ -1,7 +1,7 @@
-"""Prompt lookup: what came behind the last tokens when they came before, in this text or in earlier answers.
+"""Prompt lookup: draft tokens from what followed the last tokens earlier, in this sequence or in earlier answers.
 
-A text is an array, and looking something up compares all of it with the last token: 32,000 tokens in some microseconds,
-which is less than any index would take to keep up, and four bytes a token.
+A text is an array. A lookup compares the whole array with the last token, which takes some microseconds for 32,000
+tokens. That is less time than keeping an index up to date would take, and needs only four bytes per token.
 """
 
 from collections import OrderedDict
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from enginewright.runtime.speculation.proposer import DraftToken, Proposer
 from enginewright.runtime.step.sequence import TokenSequence
 
-SHORTEST, LONGEST = 2, 8  # tokens that have to be the same, and those that are looked at
-LEVELS = (4, LONGEST)  # lengths of a match from which on it is of the next level
-MEMORY_TOKENS = 1 << 16  # of earlier answers of a tenant
-TENANTS = 64  # whose answers are remembered: those that have asked last
-BETWEEN = -1  # no token: it stands between two answers
+SHORTEST, LONGEST = 2, 8  # minimum length of a match, and the length at which the search stops, in tokens
+LEVELS = (4, LONGEST)  # minimum lengths of a match for the levels of confidence 1 and 2, in tokens
+MEMORY_TOKENS = 1 << 16  # tokens of earlier answers that are kept for each tenant
+TENANTS = 64  # number of tenants whose answers are kept: those that had an answer most recently
+BETWEEN = -1  # separator of two answers; it is no token id
 
 
 class Text:
-    """Tokens that can be looked up; a text that is full forgets its older half.
+    """A searchable array of tokens. When it is full, it drops its older half.
 
     Args:
-        most: tokens that it keeps; None: all.
+        most: maximum number of tokens; None: no maximum.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -37,6 +37,7 @@ class Text:
         return self._length
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens."""
         if self._most is not None:
             tokens = tokens[-(self._most // 2) :]
             if self._length + len(tokens) > self._most:
@@ -50,7 +51,14 @@ class Text:
         self._length = end
 
     def find(self, suffix: Sequence[int]) -> tuple[int, NDArray[np.int32]]:
-        """How many of the last tokens of `suffix` came before together, and what follows their latest place."""
+        """Finds the longest match of the end of a suffix; of matches of the same length, the latest.
+
+        Args:
+            suffix: the last tokens of a sequence, at least one.
+
+        Returns:
+            The length of the match in tokens, and the tokens after it; 0 and no tokens if there is no match.
+        """
         tokens = self._tokens[: self._length]
         places = np.flatnonzero(tokens[:-1] == suffix[-1])
         matched = 0
@@ -64,19 +72,21 @@ class Text:
 
 @dataclass(eq=False, slots=True)
 class _OwnText:
-    """A sequence's prompt and answer."""
+    """The tokens of one sequence, and its draft run."""
 
-    text: Text = field(default_factory=Text)
-    found: Sequence[int] = ()  # what may come next
-    confidence: int = 0
-    given: int = 0  # how many of them
+    text: Text = field(default_factory=Text)  # prompt and answer so far
+    found: Sequence[int] = ()  # draft tokens that the last lookup has found
+    confidence: int = 0  # their level of confidence
+    given: int = 0  # number of them that were proposed
 
 
 class PromptLookup(Proposer):
-    """Guesses what followed the longest match, in the sequence itself or in earlier answers of its tenant.
+    """Proposes the tokens that followed the longest match, in the sequence itself or in earlier answers of its tenant.
+
+    The tenant is the sequence's cache salt, so that no draft token tells one tenant about the answers of another.
 
     Args:
-        most: guesses of a sequence.
+        most: maximum number of draft tokens of a sequence in a step.
     """
 
     first_rates = (0.3, 0.5, 0.8)
@@ -84,7 +94,7 @@ class PromptLookup(Proposer):
     def __init__(self, most: int) -> None:
         self._most = most
         self._own: dict[TokenSequence, _OwnText] = {}
-        self._answers: OrderedDict[str, Text] = OrderedDict()  # by tenant, the latest last
+        self._answers: OrderedDict[str, Text] = OrderedDict()  # by cache salt, the latest last
 
     def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [self._look(sequence) for sequence in sequences]
@@ -124,7 +134,7 @@ class PromptLookup(Proposer):
         suffix = sequence.token_ids[-LONGEST:]
         matched, following = own.text.find(suffix)
         if matched:
-            following = np.resize(following, self._most)  # what repeats itself goes on so
+            following = np.resize(following, self._most)  # a repeating text is continued as a loop
         answers = self._answers.get(sequence.cache_salt)
         if matched < LONGEST and answers is not None:
             earlier, its = answers.find(suffix)

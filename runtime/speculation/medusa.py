@@ -1,8 +1,7 @@
-"""Medusa heads (builder/heads/medusa.py) guess several tokens from one hidden state of the model, each by a head of its
-own.
+"""Medusa heads (builder/heads/medusa.py): each head predicts one of several draft tokens from the same hidden state.
 
-A sequence of theirs begins anew with each state, and its positions are the heads: the token at position i is what head
-i guesses behind. They see no tokens, and have no caches.
+The plan of the heads runs on a sequence that starts again at position 0 with each hidden state of the model. Position i
+stands for head i, whose logits give draft token i. The heads read no tokens, and have no caches.
 """
 
 from collections.abc import Sequence
@@ -20,11 +19,15 @@ from enginewright.runtime.step.step_plan import ScheduledTokens, StepPlan
 
 
 class MedusaModel(DraftModel):
-    """Guesses by a plan that is given a row for each guess: a 1 in the column of its head, and last the state."""
+    """Proposes draft tokens by Medusa heads.
+
+    The plan reads one row for each draft token: [columns], 1 in the column of its head, the hidden state in the last
+    columns, and 0 elsewhere.
+    """
 
     def __init__(self, executor: Executor, cost: StepCost) -> None:
         self._shown: dict[TokenSequence, tuple[int, NDArray[np.float32]]] = {}  # position of the first row, and rows
-        self._read_by: dict[TokenSequence, NDArray[np.float32]] = {}  # the state, by the heads' sequence
+        self._read_by: dict[TokenSequence, NDArray[np.float32]] = {}  # hidden state, by the heads' sequence
         self._columns = executor.plan.buffers[executor.plan.given[HIDDEN_BEFORE]].columns
         super().__init__(executor, cost)
 
@@ -40,14 +43,14 @@ class MedusaModel(DraftModel):
         return [None if self._state(sequence) is None else 0 for sequence in sequences]
 
     def _num_unread(self, sequence: TokenSequence) -> int:
-        return 0  # but the state, which is there
+        return 0  # The heads read no tokens, and the hidden state is known.
 
     def end(self, sequence: TokenSequence) -> None:
         self._shown.pop(sequence, None)
         super().end(sequence)
 
     def _state(self, sequence: TokenSequence) -> NDArray[np.float32] | None:
-        """That of the token before the last one, which the model has sampled from it."""
+        """Hidden state at the token before the last one, from which the model sampled the last one; None: not known."""
         first, rows = self._shown.get(sequence, (0, ()))
         row = len(sequence.token_ids) - 2 - first
         return rows[row] if 0 <= row < len(rows) else None
@@ -71,6 +74,6 @@ class MedusaModel(DraftModel):
         rows = np.zeros((len(parts), self._columns), np.float32)
         for row, part in zip(rows, parts, strict=True):
             row[part.first] = 1.0
-            if (state := self._read_by.get(part.sequence)) is not None:  # while it measures, there is none
+            if (state := self._read_by.get(part.sequence)) is not None:  # there is none while DraftModel measures
                 row[-len(state) :] = state
         return rows

@@ -1,4 +1,4 @@
-"""The ways to guess, by the names that `speculate` has for them."""
+"""The methods of speculative decoding by the names of the option `speculate`, and the memory that they take."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,18 +29,30 @@ METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
 
 
 def with_method(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
-    """The same limits with the way to guess that the engine names, where they leave it to the engine."""
+    """Fills in the method that the engine names, where the config leaves `speculate` to the engine.
+
+    Args:
+        engine: the engine, whose manifest may name a method.
+        config: limits, in which `speculate` may be None.
+
+    Returns:
+        The config with `speculate` set; "off" if the engine names no method either.
+    """
     return config if config.speculate is not None else replace(config, speculate=engine.manifest.speculate or "off")
 
 
 def config_of_model(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
-    """Limits of the model itself: a draft takes a part of the memory for KV caches.
+    """Limits of the model itself: a draft model takes a share of the memory for KV caches.
 
     Args:
-        config: from `with_method`.
+        engine: the engine of both.
+        config: limits from `with_method`.
+
+    Returns:
+        The config with the memory that remains for the model's own KV caches.
 
     Raises:
-        UsageError: the engine has no draft of the kind that is to guess.
+        UsageError: the engine has no draft model of the kind that `speculate` names.
     """
     if config.speculate not in ROLES:
         return config
@@ -51,15 +63,19 @@ def config_of_model(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
 
 
 def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) -> tuple[MemoryPlan, MemoryPlan | None]:
-    """What the model takes beside the weights, and what its draft does; None where no draft guesses.
+    """Plans the memory of the model and of its draft model, not counting the weights.
 
     Args:
-        config: from `with_method`.
-        free: as `plan_memory` has it.
+        engine: the engine of both.
+        config: limits from `with_method`.
+        free: as in `plan_memory`.
+
+    Returns:
+        The plan of the model, and that of the draft model; None where no draft model runs.
 
     Raises:
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
-        UsageError: the engine has no draft of the kind that is to guess.
+        UsageError: the engine has no draft model of the kind that `speculate` names.
     """
     role = _guessing_role(engine, config)
     if role is None:
@@ -70,13 +86,21 @@ def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) 
 
 
 def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tuple[RuntimeConfig, int]:
-    """The limits to open an engine with where `free` bytes are there for it, and the bytes that it takes with them.
+    """Fits the limits of an engine to the free memory.
 
-    Weights, activations and KV caches count, those of the draft, too, if it guesses.
+    Weights, activations and KV caches count, including those of a draft model that runs.
+
+    Args:
+        engine: the engine to open.
+        config: limits.
+        free: bytes that the engine may take.
+
+    Returns:
+        The limits to open the engine with, and the bytes that it takes with them.
 
     Raises:
-        NotEnoughMemoryError: what is there for KV caches does not hold one sequence of the longest length.
-        UsageError: the engine has no draft of the kind that is to guess.
+        NotEnoughMemoryError: the bytes left for KV caches do not hold one sequence of the longest length.
+        UsageError: the engine has no draft model of the kind that `speculate` names.
     """
     config = with_method(engine, config)
     role = _guessing_role(engine, config)
@@ -90,7 +114,7 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
 
 
 def _guessing_role(engine: Engine, config: RuntimeConfig) -> str | None:
-    """Of the draft that guesses, if one does."""
+    """Role of the draft model that proposes draft tokens; None if none does."""
     return config.speculate if config.speculate in ROLES and engine.plan.generates else None
 
 
@@ -100,14 +124,18 @@ def _arena_bytes(plan: Plan, config: RuntimeConfig) -> int:
 
 
 def open_speculator(engine: Engine, config: RuntimeConfig, executor: Executor) -> Speculator | None:
-    """What guesses for an engine, or None where nothing is to be guessed.
+    """Opens the speculator of an engine.
 
     Args:
-        config: from `with_method`.
-        executor: of the model itself.
+        engine: the engine.
+        config: limits from `with_method`.
+        executor: the executor of the model itself.
+
+    Returns:
+        The speculator; None if the config allows no draft tokens.
 
     Raises:
-        UsageError: the engine has no draft of the kind that is to guess.
+        UsageError: the engine has no draft model of the kind that `speculate` names.
     """
     if config.speculate is None or not config.guesses:
         return None

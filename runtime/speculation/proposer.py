@@ -1,4 +1,4 @@
-"""What guesses tokens: one interface for all ways of it."""
+"""The interface of everything that proposes draft tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,52 +10,67 @@ from enginewright.runtime.step.step_plan import StepPlan
 
 
 class DraftToken(NamedTuple):
-    """A token, and how sure the proposer is of it."""
+    """A draft token, and the proposer's confidence in it."""
 
-    token: int
-    confidence: int
+    token: int  # token id
+    confidence: int  # level of confidence, an index of Proposer.first_rates
 
 
 class Proposer(ABC):
-    """Guesses what comes behind the tokens of sequences that decode, none of which is in flight.
+    """Proposes draft tokens for decoding sequences, none of whose tokens is in flight.
 
-    It may keep what it likes of a sequence until that ends. A sequence's tokens only grow; what it has computed of
-    guesses that were wrong, it has to take back itself. The tokens that are sampled depend on no guess.
+    It may keep state for a sequence until the sequence ends. The tokens of a sequence are only ever appended to. The
+    proposer rolls back its own state after draft tokens that were rejected. The sampled tokens never depend on the
+    draft tokens.
 
-    first_rates: of each level of confidence, how often a guess is right as long as nothing is known.
+    first_rates: the initial acceptance rate of each level of confidence, before any draft token was verified.
     """
 
     first_rates: Sequence[float]
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
-        """A step is done, and what it sampled is known; its outputs last until the next one."""
-        del plan, outputs  # most guess from tokens alone
+        """Receives a finished step, whose sampled tokens are known.
+
+        Args:
+            plan: the plan of the step.
+            outputs: its outputs, valid until the next step runs.
+        """
+        del plan, outputs  # Most proposers need the tokens alone.
 
     @abstractmethod
     def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
-        """How sure it is of what it would guess for each: a level, or None where it would guess nothing."""
+        """Returns the level of confidence in the first draft token of each sequence.
+
+        The level is None for a sequence that the proposer has no draft token for.
+        """
 
     @abstractmethod
     def begin(self, sequences: Sequence[TokenSequence]) -> None:
-        """Guesses are wanted for these, of those that it has looked at last."""
+        """Starts the draft runs of these sequences, some of those that `confidences` was last called with."""
 
     @abstractmethod
     def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
-        """One guess more for some of those, behind the ones that they have; None where there is none."""
+        """Proposes the next draft token of each of these sequences, some of those that `begin` was called with.
+
+        Returns:
+            A draft token for each sequence, which follows its earlier ones; None where the draft run ends.
+        """
 
     def catch_up_s(self, sequence: TokenSequence) -> float:
-        """Seconds that it takes before the first guess, to come to where the sequence is."""
+        """Estimated seconds to process the tokens of a sequence that the proposer has not seen, before its first draft
+        token.
+        """
         return 0.0
 
     @property
     def cost_s(self) -> tuple[float, float]:
-        """What `guess` takes: for the first sequence and for each one, to be added up."""
+        """Estimated seconds of one call of `next_tokens`: a fixed part, and a part for each sequence."""
         return 0.0, 0.0
 
     @abstractmethod
     def end(self, sequence: TokenSequence) -> None:
-        """A sequence has ended: nothing of it is needed any more."""
+        """Drops what is kept for a sequence that has ended."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it runs in."""
+        """Releases memory and processes."""

@@ -1,8 +1,9 @@
-"""How many tokens of which sequence are worth guessing, and what became of the guesses.
+"""Decides how many draft tokens each sequence gets, and learns from what was accepted.
 
-A step of several tokens takes longer than one of a single token, and how much longer depends on the machine, the model
-and how many sequences run (step_cost.py). A guess pays if the time that a token is worth, times its chance to be right,
-is more than it takes to guess and to verify it. In a full batch few do, or none.
+A step of several tokens takes longer than one of a single token. How much longer depends on the machine, the model and
+the number of running sequences (step_cost.py). A draft token pays off if the time that a token is worth, times its
+probability of acceptance, exceeds the time to propose and to verify it. In a full batch few draft tokens pay off, or
+none.
 """
 
 from collections.abc import Sequence
@@ -19,66 +20,76 @@ from enginewright.runtime.step.step_plan import StepPlan
 
 Proposals = list[tuple[TokenSequence, Sequence[int]]]
 
-# Of the time that goes by without a guess, what is spent on one that does not seem to pay. It shows whether that still
-# holds: the text may have changed, and a draft's steps are timed when it guesses, perhaps on a machine that was busy.
+# Share of the time without draft tokens that is spent on a draft token which does not seem to pay off. It updates the
+# estimates: the text may have changed, and the steps of a draft model may have been timed while the machine was busy.
 PROBING = 0.01
-BY_ANSWER = 0.05  # how far an answer moves what is believed of their length
+BY_ANSWER = 0.05  # weight of an answer in the estimated length of answers
 
 
 @dataclass(eq=False, slots=True)
 class DraftRun:
-    """Guesses for a sequence, each behind the one before."""
+    """Consecutive draft tokens of a sequence."""
 
-    sequence: TokenSequence
-    confidence: int  # of the next guess, as long as it is not made
-    max_draft_tokens: int
-    acceptance: Acceptance
-    draft_tokens: list[DraftToken] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)  # of each, that it and those before it are right
+    sequence: TokenSequence  # the model's sequence
+    confidence: int  # expected level of confidence in the next draft token
+    max_draft_tokens: int  # maximum number of draft tokens
+    acceptance: Acceptance  # acceptance rates of the sequence
+    draft_tokens: list[DraftToken] = field(default_factory=list)  # draft tokens so far
+    chances: list[float] = field(default_factory=list)  # for each, probability that it and all before it are accepted
 
     @property
     def chance(self) -> float:
-        """That all guesses are right."""
+        """Probability that all draft tokens are accepted."""
         return self.chances[-1] if self.chances else 1.0
 
     @property
     def next_chance(self) -> float:
-        """That one more is right, too."""
+        """Probability that all draft tokens and another one are accepted."""
         return self.chance * self.acceptance.rate(self.confidence)
 
 
 class Speculator:
-    """What an engine's core asks for guesses.
+    """Decides how many draft tokens each sequence gets, and learns from what was accepted.
 
     Args:
-        proposer: guesses tokens.
-        cost: of the steps that verify them.
-        most: guesses of a sequence in a step.
-        room: tokens, and rows of logits, of a step.
+        proposer: proposes the draft tokens.
+        cost: time of the steps that verify them.
+        most: maximum number of draft tokens of a sequence in a step.
+        room: maximum number of tokens, each with a row of logits, in a step.
     """
 
     def __init__(self, proposer: Proposer, cost: StepCost, most: int, room: int) -> None:
         self._proposer, self._cost, self._most, self._room = proposer, cost, most, room
         self._all = Acceptance.of_all(proposer.first_rates)
         self._each: dict[TokenSequence, Acceptance] = {}
-        self._runs: dict[TokenSequence, DraftRun] = {}  # of the guesses that are not verified yet
-        self._idle = 0.0  # seconds of steps without a guess since the last one, where there was something to guess
-        self._length = 256.0  # tokens of an answer
+        self._runs: dict[TokenSequence, DraftRun] = {}  # draft runs that are not verified yet
+        self._idle = 0.0  # seconds of steps since the last draft token, where one could have been proposed
+        self._length = 256.0  # estimated tokens of an answer
         self._num_drafts, self._guessed, self._accepted = 0, [0] * most, [0] * most
 
     def stats(self) -> SpeculationStats:
+        """Totals since the start."""
         return SpeculationStats(self._num_drafts, tuple(self._guessed), tuple(self._accepted))
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
-        """As a proposer has it."""
+        """Passes a finished step on to the proposer.
+
+        Args:
+            plan: the plan of the step.
+            outputs: its outputs, valid until the next step runs.
+        """
         self._proposer.observe(plan, outputs)
 
     def propose(self, sequences: Sequence[TokenSequence], soon: int = 0) -> Proposals:
-        """Guesses that pay.
+        """Proposes draft tokens that pay off.
 
         Args:
-            sequences: all that decode in the next step; none of their tokens is in flight.
-            soon: how many will, once prompts are read. Where guesses do not pay then, no prompt is read for them now.
+            sequences: all sequences that decode in the next step; none of their tokens is in flight.
+            soon: number of sequences that will decode once their prompts are read. The proposer reads no prompt if
+                draft tokens will not pay off then.
+
+        Returns:
+            The sequences that get draft tokens, each with its draft tokens.
         """
         self._runs = {}
         runs = [
@@ -105,7 +116,13 @@ class Speculator:
         return [(sequence, [guess.token for guess in one.draft_tokens]) for sequence, one in self._runs.items()]
 
     def verified(self, sequence: TokenSequence, num_guesses: int, num_right: int) -> None:
-        """Of a sequence's guesses so many were right. Those that came from elsewhere do not count."""
+        """Learns from a verified draft run. Draft tokens from elsewhere, such as a grammar, do not count.
+
+        Args:
+            sequence: the sequence whose draft tokens were verified.
+            num_guesses: number of its draft tokens that the step verified.
+            num_right: number of them that were accepted.
+        """
         run = self._runs.get(sequence)
         if run is None or not num_guesses:
             return
@@ -115,19 +132,26 @@ class Speculator:
         for place in range(num_guesses):
             self._guessed[place] += 1
             self._accepted[place] += place < num_right
-        for place in range(min(num_guesses, num_right + 1)):  # what is behind a wrong one says nothing
+        for place in range(min(num_guesses, num_right + 1)):  # those after a rejected one tell nothing
             self._learn(run, run.draft_tokens[place].confidence, float(place < num_right))
 
     def step_took(self, tokens: int, seconds: float) -> None:
-        """A step with a row of logits for each of its tokens."""
+        """Learns the time of a step with a row of logits for each of its tokens.
+
+        Args:
+            tokens: number of tokens of the step.
+            seconds: time that it took.
+        """
         self._cost.learn(tokens, seconds)
 
     def end(self, sequence: TokenSequence) -> None:
+        """Drops what is kept for a sequence that has ended, and learns the length of its answer."""
         self._length += BY_ANSWER * (len(sequence.token_ids) - sequence.num_prompt_tokens - self._length)
         self._each.pop(sequence, None)
         self._proposer.end(sequence)
 
     def close(self) -> None:
+        """Closes the proposer."""
         self._proposer.close()
 
     def _of(self, sequence: TokenSequence) -> Acceptance:
@@ -136,10 +160,11 @@ class Speculator:
         return self._each[sequence]
 
     def _is_read_for(self, sequence: TokenSequence, saved: float) -> bool:
-        """Whether guesses make up for what the proposer has to read before.
+        """True if draft tokens save more time than the proposer takes to read the sequence before the first one.
 
         Args:
-            saved: seconds that guesses save with each token.
+            sequence: the sequence.
+            saved: seconds that draft tokens save for each token of the answer.
         """
         left = min(self._length, sequence.max_tokens - len(sequence.token_ids))
         return self._proposer.catch_up_s(sequence) <= saved * left
@@ -149,16 +174,20 @@ class Speculator:
             acceptance.learn(confidence, right)
 
     def _worth(self, runs: Sequence[DraftRun], plain: int) -> float | None:
-        """Seconds that a token is worth: what one takes in the step that makes the most tokens a second, as far as that
-        is known before guesses are made. None where that is a step without any, and before any step was measured where
-        guesses take time: there is nothing to compare it with.
+        """Seconds that a token is worth: the time per token of the fastest possible step, estimated from the expected
+        confidences before draft tokens are proposed.
 
         Args:
-            plain: tokens of that one.
+            runs: empty draft runs.
+            plain: number of tokens of a step without draft tokens.
+
+        Returns:
+            The seconds. None where the fastest step has no draft tokens, or where draft tokens take time to propose and
+            no step was measured yet, so that there is nothing to compare this time with.
         """
         if any(self._proposer.cost_s) and not self._cost.is_measured:
             return None
-        chances: list[tuple[float, int]] = []  # that a guess is right, and its place behind the first
+        chances: list[tuple[float, int]] = []  # of acceptance, and the negative position in the run
         for one in runs:
             rate, chance = one.acceptance.rate(one.confidence), 1.0
             for place in range(one.max_draft_tokens):
@@ -175,7 +204,15 @@ class Speculator:
         return 1 / best if best > alone else None
 
     def _make(self, runs: Sequence[DraftRun], room: int, worth: float) -> None:
-        """Guess by guess, for all sequences together, as long as it pays; what is less sure than it had to be goes."""
+        """Extends draft runs of all sequences together, one draft token at a time, as long as that pays off.
+
+        Draft tokens at the end that turn out to be less probable than it takes to pay off are removed again.
+
+        Args:
+            runs: empty draft runs.
+            room: maximum number of draft tokens of all runs together.
+            worth: seconds that a token is worth.
+        """
         of_round, of_guess = self._proposer.cost_s
         verifying, going = self._cost.of_token, list(runs)
         while going:
@@ -192,9 +229,9 @@ class Speculator:
                 one.chances.pop()
 
     def _extend(self, runs: Sequence[DraftRun]) -> list[DraftRun]:
-        """One guess more of each; those that have got it."""
+        """Proposes one more draft token for each draft run; returns the runs that have got one."""
         sequences, self._idle = [one.sequence for one in runs], 0.0
-        if not runs[0].draft_tokens:  # they all go on together, so it is the first of each
+        if not runs[0].draft_tokens:  # all runs have the same length, so it is the first token of each
             self._proposer.begin(sequences)
         longer = []
         for one, guess in zip(runs, self._proposer.next_tokens(sequences), strict=True):
