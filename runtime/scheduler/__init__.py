@@ -1,8 +1,8 @@
-"""What runs in the next step, and what becomes of it.
+"""Plans each step, and applies its results to the sequences.
 
-scheduler.py: the steps, from the sequences that run. waiting.py: those that wait, which is the next, and how
-it is admitted. shares.py: what each tenant has had.
-prefixes.py: beginnings that sequences share. stored.py: those of them that are on disk.
-chunks.py: how much of the prompts a step reads beside its decodes.
-decodes.py: steps that only decode, planned from the one before.
+scheduler.py: builds steps from the running sequences, and commits sampled tokens. waiting.py: the queues of waiting
+sequences, and their admission. shares.py: tokens computed for each tenant.
+prefixes.py: prefixes that sequences share. stored.py: shared prefixes on disk.
+chunks.py: chunked prefill, the prompt tokens of a step.
+decodes.py: decode-only steps, planned from the step before.
 """

@@ -1,4 +1,4 @@
-"""How much of the prompts a step reads beside its decodes."""
+"""Chunked prefill: chooses the prompt tokens that a step computes together with its decodes."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,13 +9,15 @@ from enginewright.runtime.step.step_plan import ScheduledTokens
 
 
 class PromptChunks:
-    """Prompts in the order in which their sequences run, each as much as is left of a step's limits.
+    """Cuts prompts into chunks, in the order of the running sequences, each as long as the step's limits allow.
 
     Args:
-        most_cost: of the prompts of a step that keeps a pace (one token they may always have); None: no bound.
-        cost: of a prompt's token at a position.
-        goal: how long such a step may take, which says more than `most_cost` once steps were measured.
-        whole: a prompt is read in one step, and not cut.
+        cache: the KV cache, which may require that a chunk ends at a snapshot.
+        most_cost: maximum cost of the prompt tokens of a step with a bound, though one token is always allowed; None:
+            no bound.
+        cost: gives the cost of a prompt token at a position.
+        goal: maximum time of a step with a bound; it replaces `most_cost` once steps were measured.
+        whole: true if a prompt has to be computed in a single step.
     """
 
     def __init__(
@@ -38,12 +40,17 @@ class PromptChunks:
         beside: Sequence[ScheduledTokens],
         keeps_pace: bool,
     ) -> list[ScheduledTokens]:
-        """Tokens of these prompts that the step reads.
+        """Chooses the prompt tokens of a step.
 
         Args:
-            tokens, rows: of logits, that there may be.
-            beside: what else the step computes.
-            keeps_pace: somebody waits for the tokens of this step.
+            prompts: sequences with prompt tokens to compute, the most urgent first.
+            tokens: token budget of the prompts.
+            rows: budget of rows of logits of the prompts.
+            beside: the other tokens of the step.
+            keeps_pace: true if the time of the step is bounded, since a client waits for tokens that it decodes.
+
+        Returns:
+            The chunks, at most one for each prompt.
         """
         scheduled: list[ScheduledTokens] = []
         cost_left = self._bound(beside) if prompts and keeps_pace else None

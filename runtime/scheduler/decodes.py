@@ -1,4 +1,4 @@
-"""Steps that only decode: the same sequences as in the step before, each a position further."""
+"""Decode-only steps: the same sequences as in the step before, each one position further."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,18 @@ from enginewright.runtime.step.step_plan import StepPlan
 
 
 class RepeatedDecodes:
-    """A step that takes one token of each sequence that runs, and those after it that are the same, further on."""
+    """A step that decodes one token of each running sequence, and the steps that repeat it at later positions.
+
+    Args:
+        first: the plan of the first step.
+        stride: number of positions after which a sequence may need a new block.
+    """
 
     def __init__(self, first: StepPlan, stride: int) -> None:
         self.first = first
         self._stride = stride  # a sequence begins a block where its position is a multiple of it
         self._num_planned = 0  # steps after the first
-        # Then a sequence, or several, end by their length.
+        # Number of repeats after which a sequence, or several, end by their length.
         self._most = min(sequence.max_tokens - sequence.num_tokens for sequence in first.rows.sequences)
         self._growing: dict[int, list[int]] = {}  # rows whose token is the first of a block, by step modulo the stride
         for row, sequence in enumerate(first.rows.sequences):
@@ -23,6 +28,7 @@ class RepeatedDecodes:
 
     @property
     def are_over(self) -> bool:
+        """True if the step cannot be repeated again, since a sequence ends by its length."""
         return self._num_planned == self._most
 
     def growing_next(self) -> Sequence[int]:
@@ -36,7 +42,14 @@ class RepeatedDecodes:
         new_blocks: tuple[list[int], ...],
         copies: tuple[Copies, ...],
     ) -> StepPlan:
-        """The next step. There is room for what the growing rows write."""
+        """Plans the next step. The blocks that it writes are allocated already.
+
+        Args:
+            packer: holds the arrays of the step before.
+            growing: rows that begin a block, from `growing_next`.
+            new_blocks: blocks to zero before the step, by cache group.
+            copies: copies of blocks to make before the step, by cache group.
+        """
         first, sequences = self.first, self.first.rows.sequences
         sizes, arrays = packer.advance(sequences, growing)
         for sequence in sequences:

@@ -1,4 +1,4 @@
-"""Beginnings that sequences share: which are there, which are being written, and when others may use them."""
+"""Prefixes that sequences share: which are cached, which are being computed, and when others may use them."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,11 @@ from enginewright.runtime.step.sequence import TokenSequence
 
 
 class SharedPrefixes:
-    """The keys of sequences that share what they compute; for the others, all of it does nothing.
+    """Keeps the block keys of sequences that share prefixes. For other sequences, its methods do nothing.
 
     Args:
-        enabled: sequences that begin with the same tokens share what they left, also with those that have ended.
+        cache: the KV cache.
+        enabled: true if sequences share the blocks of equal prefixes, also those of sequences that have ended.
     """
 
     def __init__(self, cache: Cache, *, enabled: bool) -> None:
@@ -20,63 +21,90 @@ class SharedPrefixes:
         self._block_size = cache.block_size or 1
         self.enabled = enabled and cache.block_size is not None
         self._events: CacheEvents | None = None
-        self._being_written: dict[bytes, TokenSequence] = {}  # by keys that will be there soon, who writes them
+        self._being_written: dict[bytes, TokenSequence] = {}  # sequence that computes a block now, by its key
 
     def watch(self, put: Callable[[list[CacheEvent]], None]) -> CacheEvents:
-        """Collect for `put`, from now on, what others may find."""
+        """Starts to report the blocks that others may find.
+
+        Args:
+            put: gets the events of each step.
+        """
         self._events = CacheEvents(self._block_size, put)
         self._cache.watch(self._events)
         return self._events
 
     def add(self, sequence: TokenSequence) -> None:
-        """A new sequence. One whose prompt is scored computes all of it, and others have to wait for nothing of it."""
+        """Gives a new sequence its keys, if it shares blocks.
+
+        A sequence whose prompt is scored gets none: it computes its whole prompt itself, and no other waits for it.
+        """
         if self.enabled and sequence.request is not None and not sequence.needs_prompt_logits:
             sequence.keys = PrefixKeys(self._block_size, sequence.cache_salt)
 
     def find(self, sequence: TokenSequence) -> Sequence[bytes] | None:
-        """Keys of the longest beginning that is there; None if another sequence writes more of it soon."""
+        """Keys of the longest cached prefix; None if another sequence is computing the next block of it."""
         keys = self.keys_of(sequence)
         shared = self._cache.num_shared(keys)
         return None if shared < len(keys) and keys[shared] in self._being_written else keys[:shared]
 
     def divergence_position(self, sequence: TokenSequence) -> int:
-        """The position at which it parts from a sequence that came before, to the block; 0 where it does not matter."""
+        """Position up to which an earlier sequence has the same tokens, in whole blocks; 0 where it does not matter."""
         return self._cache.divergence_position(self.keys_of(sequence))
 
     def keys_of(self, sequence: TokenSequence) -> Sequence[bytes]:
-        """Of the blocks that a sequence may find: one token is left to give logits."""
+        """Keys of the blocks that a sequence may find. Its last token is always computed, since it gives the logits."""
         return self._keys(sequence, sequence.num_tokens - 1)
 
     def restored(self, sequence: TokenSequence, keys: Sequence[bytes]) -> None:
-        """What can be found of these is there again."""
+        """Reports blocks that were read from disk as cached again.
+
+        Args:
+            sequence: a sequence that begins with the blocks.
+            keys: keys of the blocks.
+        """
         if self._events is not None:
             self._events.published(keys, sequence.token_ids, sequence.cache_salt)
 
     def begin(self, sequence: TokenSequence, shared: int) -> None:
-        """It runs now, and writes what comes behind its first `shared` blocks: others that want it may wait."""
+        """Notes that an admitted sequence computes the blocks after its first ones, so that others wait for these.
+
+        Args:
+            sequence: the sequence.
+            shared: number of its first blocks that were cached.
+        """
         sequence.keys_in_flight = self._keys(sequence, len(sequence.token_ids))[shared:]
         for key in sequence.keys_in_flight:
             self._being_written.setdefault(key, sequence)
 
     def end(self, sequence: TokenSequence) -> None:
-        """What it was to write is there, or never comes."""
+        """Notes that no other sequence has to wait for this one: its blocks are published, or it runs no longer."""
         for key in sequence.keys_in_flight:
             if self._being_written.get(key) is sequence:
                 del self._being_written[key]
         sequence.keys_in_flight, sequence.has_unpublished_blocks = (), False
 
     def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
-        """A child goes on from a sequence, with the same tokens so far."""
+        """Gives a beam that continues a sequence the same keys.
+
+        Args:
+            sequence: the parent.
+            child: the new beam, with the same tokens.
+        """
         child.keys = None if sequence.keys is None else sequence.keys.copy()
 
     def tag(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """The steps planned so far compute these tokens."""
+        """Gives keys to the full blocks that the steps planned so far compute.
+
+        Args:
+            sequence: the sequence.
+            num_tokens: number of its first tokens that these steps compute.
+        """
         if keys := self._keys(sequence, num_tokens):
             self._cache.tag(sequence.held, keys)
             sequence.has_unpublished_blocks = True
 
     def publish(self, sequence: TokenSequence) -> None:
-        """A token was sampled behind all that are known, and is no NaN: let others find their blocks."""
+        """Lets others find the blocks of all known tokens. Called once a token, not NaN, was sampled after them."""
         if sequence.keys is not None and sequence.is_running:
             self.tag(sequence, len(sequence.token_ids))
             self._cache.publish(sequence.held)
@@ -86,5 +114,5 @@ class SharedPrefixes:
             self.end(sequence)
 
     def _keys(self, sequence: TokenSequence, num_tokens: int) -> Sequence[bytes]:
-        """Of the full blocks within a sequence's first tokens."""
+        """Keys of the full blocks within the first tokens of a sequence."""
         return () if sequence.keys is None else sequence.keys.of(sequence.token_ids, num_tokens // self._block_size)

@@ -1,13 +1,13 @@
-"""What runs in the next step: decodes first, then as much of the prompts as the token budget takes.
+"""Plans each step: decodes first, then as many prompt tokens as the token budget allows.
 
 plan = scheduler.schedule()
 outputs = executor.run(plan.inputs)
 scheduler.commit(plan, [(token,) for token in sampler.sample(outputs.logits, plan.rows.requests)])
 
-The next step may be planned before this one is committed, and no more than that. Its tokens are then those that this
-one samples, and all but the tokens themselves is known: what their keys and values take, and whether a sequence ends
-by its length. One that ends otherwise has computed a token for nothing. Blocks may be reused at once: steps execute in
-the order in which they are planned.
+One step may be planned ahead, before the step before it is committed. It computes the tokens that the step before
+samples. Everything but the token ids is known when it is planned: the blocks that the tokens need, and whether a
+sequence ends by its length. A sequence that ends for another reason has computed one token in vain. Blocks may be
+reused at once, since steps execute in the order in which they are planned.
 """
 
 from bisect import insort
@@ -34,21 +34,25 @@ from enginewright.runtime.step.work_class import BEST_EFFORT
 
 
 class Scheduler:
-    """The most urgent work first, and of that first come, first served (work_class.py, waiting.py).
+    """Plans steps: the most urgent work first, and equally urgent work first come, first served (work_class.py,
+    waiting.py).
 
-    When KV blocks run out, the latest arrival of the least urgent work is preempted and computed anew later. For those
-    who wait, best-effort work alone is preempted. The first of those that run is never skipped nor preempted, and it
-    moves on in every step. So where all work is as urgent, a sequence ends within as many steps as it and those before
-    it have tokens, prompts and answers together.
+    When KV blocks run out, the latest arrival of the least urgent running work is preempted, and computed again later.
+    Waiting sequences preempt only best-effort work. The first running sequence is never skipped or preempted, and
+    advances in every step. So if all work is equally urgent, a sequence ends within at most as many steps as it and the
+    sequences before it have tokens, counting prompts and answers.
 
     Args:
-        prefix_caching: sequences that begin with the same tokens share KV blocks, also with those that have ended.
-        chunk: what the prompts of a step may cost beside decodes (one token they may always have); None: no bound.
-            Decodes of best-effort work keep no pace, and do not count.
-        cost: of a prompt's token at a position.
-        goal: how long a step with such decodes may take.
-        whole_texts: as the plan has it.
-        clock: seconds, for ageing.
+        groups: cache groups of the plan.
+        limits: maximum sizes of a step.
+        num_blocks: number of blocks or slots of each cache group.
+        prefix_caching: sequences that begin with the same tokens share KV blocks, also with sequences that have ended.
+        chunk: maximum cost of the prompt tokens of a step that also decodes, though one token is always allowed; None:
+            no bound. Decodes of best-effort work do not set this bound.
+        cost: gives the cost of a prompt token at a position.
+        goal: maximum time of a step in which `chunk` is a bound; None: no such time is given.
+        whole_texts: true if a prompt has to be computed in a single step (Plan.whole_texts).
+        clock: gives the time in seconds, by which the priority of waiting sequences ages.
     """
 
     def __init__(
@@ -69,81 +73,96 @@ class Scheduler:
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
         self._events: CacheEvents | None = None
         self._waiting = WaitingSequences(self._cache, self._prefixes, clock)
-        self._running: list[TokenSequence] = []  # the most urgent first, and of these the first that has arrived
+        self._running: list[TokenSequence] = []  # the most urgent first, equally urgent ones by arrival
         self._chunks = PromptChunks(self._cache, chunk, cost, goal=goal, whole=whole_texts)
         self._packer = Packer(groups, limits)
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in groups)
         self._no_copies: tuple[Copies, ...] = tuple([] for _ in groups)
-        self._copies: tuple[Copies, ...] = tuple([] for _ in groups)  # for the next step
-        self._last: StepPlan | RepeatedDecodes | None = None  # if the next step may be the same, a position further
+        self._copies: tuple[Copies, ...] = tuple([] for _ in groups)  # before the next step
+        self._last: StepPlan | RepeatedDecodes | None = None  # if the next step may repeat it
         self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
+        """Number of waiting sequences."""
         return len(self._waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of those that wait, all to be computed."""
+        """Number of tokens of the waiting sequences, all of which are to be computed."""
         return self._waiting.num_tokens
 
     @property
     def num_running(self) -> int:
+        """Number of running sequences."""
         return len(self._running)
 
     @property
     def num_unfinished(self) -> int:
+        """Number of sequences that wait or run."""
         return len(self._waiting) + len(self._running)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the sequences that were admitted, siblings left out."""
+        """Number of prompt tokens of all admitted sequences, without siblings, since the start."""
         return self._waiting.num_prompt_tokens
 
     @property
     def num_cached_prompt_tokens(self) -> int:
-        """Of these, what others had computed."""
+        """Number of these prompt tokens that were in the prefix cache."""
         return self._waiting.num_cached_prompt_tokens
 
     @property
     def num_free_blocks(self) -> tuple[int, ...]:
-        """Blocks that no sequence holds, a group."""
+        """Number of blocks or slots that no sequence holds, for each cache group."""
         return self._cache.num_free
 
     @property
     def shared_block_size(self) -> int | None:
-        """Tokens of a block that sequences share; None: they share nothing."""
+        """Number of tokens of a block that sequences can share; None: they share no blocks."""
         return self._cache.block_size if self._prefixes.enabled else None
 
     def watch(self, put: Callable[[list[CacheEvent]], None]) -> None:
-        """Let `put` have what others may find in the cache, a step: new blocks, and those that are gone."""
+        """Starts to report changes of the prefix cache.
+
+        Args:
+            put: gets the events of each step: blocks that others may find from now on, and removed blocks.
+        """
         self._events = self._prefixes.watch(put)
 
     def keep_on_disk(
         self, store: DiskStore, memory: Sequence[PlaceMemory], seconds: Callable[[int, int], float | None]
     ) -> None:
-        """Keep in `store`, from now on, what others may find, and look for it there.
+        """Starts to keep the prefix cache on disk, and to read prefixes from there.
 
         Args:
-            memory, seconds: as StoredPrefixes has them.
+            store: the blocks on disk.
+            memory: memory of each cache group.
+            seconds: gives the seconds to compute the tokens from one position up to another; None: not known yet.
         """
         self._waiting.stored = StoredPrefixes(self._cache, self._prefixes, store, memory, seconds)
 
     @property
     def num_restored_tokens(self) -> int:
-        """Tokens of sequences that were admitted with them, from disk."""
+        """Number of prompt tokens that were read from disk instead of computed, since the start."""
         return 0 if self._waiting.stored is None else self._waiting.stored.num_tokens
 
     def wait_for_disk(self, seconds: float) -> None:
-        """Where nothing can be computed before something has been read, wait for that, but not for longer."""
+        """Waits for the disk, at most this number of seconds. Called where there is nothing to compute meanwhile."""
         if self._waiting.stored is not None:
             self._waiting.stored.wait(seconds)
 
     def add(self, sequence: TokenSequence) -> None:
+        """Queues a new sequence."""
         self._waiting.add(sequence)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing waits or runs but what the step before ends, or what is read from disk."""
+        """Plans the next step.
+
+        Returns:
+            The plan; None if there is nothing to compute now. Sequences may still wait for the commit of the step
+            before, or for a read from disk.
+        """
         self._admit()
         plan = self._repeat_last_step() or self._build_step()
         while plan is None and self._evict_parked():
@@ -152,33 +171,45 @@ class Scheduler:
         return plan
 
     def propose(self, sequence: TokenSequence, guesses: Sequence[int]) -> None:
-        """The next step computes these tokens behind the last one too, as many as there is room for.
+        """Lets the next step verify draft tokens after the last token of a sequence, as many as its limits allow.
 
-        It has a row of logits for each, and one before them: `commit` says how many of them were right. A sequence has
-        to run, with all of its prompt computed and none of its tokens in flight. Where there is no room to keep a
-        recurrent state, which could not be taken back, no guess is computed.
+        The step computes a row of logits for the last token and one for each draft token. Where there is no free slot
+        for a checkpoint of a recurrent state, to which it could be rolled back, no draft token is verified.
+
+        Args:
+            sequence: a running sequence, whose prompt is computed, and none of whose tokens is in flight.
+            guesses: the draft tokens.
         """
         sequence.draft_tokens = list(guesses)
         self._last = None
 
     def defer(self, sequence: TokenSequence) -> None:
-        """No step takes it until `commit` has the token that its last one was to sample; it keeps what it holds."""
+        """Leaves a sequence out of all steps until `commit_deferred` is called for it; it keeps its blocks."""
         sequence.deferred, self._last = True, None
 
     def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
-        """Takes over what a step sampled.
+        """Appends the sampled tokens of a step to its sequences, and ends those that are complete.
 
         Args:
-            accepted: the tokens of each of `plan.rows.sequences`: one, or as many as there were right draft tokens, and
-                the one that was sampled after them.
+            plan: the plan of the step.
+            accepted: the tokens of each of `plan.rows.sequences`: the accepted draft tokens, if any, and the token
+                sampled after them.
 
         Returns:
-            The sequences that ended with it.
+            The sequences that have ended.
         """
         return self._commit(plan.rows, accepted, plan.ending)
 
     def commit_deferred(self, rows: LogitRows, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
-        """Takes over what deferred sequences were sampled later, as `commit` does; steps take them again."""
+        """Commits tokens that were sampled later for deferred sequences, which further steps include again.
+
+        Args:
+            rows: the rows of logits of deferred sequences.
+            accepted: the tokens of each of `rows.sequences`, as in `commit`.
+
+        Returns:
+            The sequences that have ended.
+        """
         for sequence in rows.sequences:
             sequence.deferred = False
         return self._commit(rows, accepted, ())
@@ -222,7 +253,15 @@ class Scheduler:
         return [sequence for sequence, _ in ended]
 
     def _commit_draft_tokens(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
-        """Take up all but the last token, which ends the sequence if one does; the last one."""
+        """Appends the accepted draft tokens of a sequence.
+
+        Args:
+            sequence: the sequence.
+            tokens: its accepted draft tokens, and the token sampled after them.
+
+        Returns:
+            The single token that `_commit` has still to append: the first one that ends the sequence, or the last one.
+        """
         if sequence.finish_reason is not None:
             return tokens[-1:]
         for place, sampled in enumerate(tokens[:-1]):
@@ -235,20 +274,24 @@ class Scheduler:
         return tokens[-1:]
 
     def _roll_back(self, sequence: TokenSequence) -> None:
-        """Take back the guesses that were wrong."""
+        """Rolls back the rejected draft tokens of a sequence."""
         if sequence.finish_reason is not None:
             return
         sequence.draft_tokens, sequence.num_tokens = [], len(sequence.token_ids)
         before, known = sequence.num_computed_tokens, len(sequence.token_ids) - 1
-        if sequence.is_running and before >= known:  # else it was preempted meanwhile
+        if sequence.is_running and before >= known:  # otherwise it was preempted after the step was planned
             sequence.num_computed_tokens = self._cache.roll_back(sequence.held, before, known, self._copies)
             sequence.recomputing = sequence.num_computed_tokens < known
 
     def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
-        """A new beam that goes on from a parked one. It shares what is computed, or computes it anew if it cannot.
+        """Adds a new beam that continues a parked one.
+
+        The new beam shares the blocks of the parked one and runs at once. If this is not possible now, it waits once
+        its next token is chosen, and is computed again.
 
         Args:
-            child: has the same tokens, and none behind them.
+            sequence: the parked beam.
+            child: the new beam, with exactly the same tokens.
         """
         self._waiting.arrive(child, beside=sequence)
         if not sequence.is_running or len(self._running) == self._limits.sequences:
@@ -263,17 +306,24 @@ class Scheduler:
         self._run(child)
 
     def choose(self, sequence: TokenSequence, token: int) -> None:
-        """The next token of a parked beam, which goes on with it; one that has lost its room waits for it again."""
+        """Appends the next token to a parked beam, so that it continues; one that was preempted waits again.
+
+        Args:
+            sequence: the beam.
+            token: id of the token that the beam search has chosen.
+        """
         sequence.token_ids.append(token)
         sequence.num_tokens += 1
         if not sequence.is_running:
             self._waiting.put_back(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str, *, replace: bool = False) -> None:
-        """Ends a sequence now, wherever it is; its blocks are free again. One that has ended stays as it is.
+        """Ends a sequence that waits or runs, and frees its blocks. One that has ended before stays as it is.
 
         Args:
-            replace: one that has ended has this reason from now on.
+            sequence: the sequence.
+            reason: "stop", "length", "error" or "abort".
+            replace: replace the reason of a sequence that has ended before.
         """
         if sequence.finish_reason is not None:
             if replace:
@@ -296,24 +346,24 @@ class Scheduler:
                 return
 
     def _run(self, sequence: TokenSequence) -> None:
-        """It has what it takes, and runs from now on."""
+        """Adds a sequence whose blocks are allocated to the running ones."""
         insort(self._running, sequence, key=self._waiting.order)
         self._packer.place(sequence)
         self._last = None
 
     def _displace(self) -> bool:
-        """Preempt best-effort work for more urgent work that has no room."""
+        """Preempts one running best-effort sequence for more urgent work that cannot be admitted; True if it did."""
         if not self._running or self._running[-1].effective_priority < BEST_EFFORT:
             return False
         if len(self._running) < self._limits.sequences and not self._waiting.no_room:
             return False
-        if not self._waiting.has_other_than_best_effort:  # however long it has waited: it would go to and fro
+        if not self._waiting.has_other_than_best_effort:  # else two would preempt each other in turns
             return False
         self._preempt(self._running[-1])
         return True
 
     def _evict_parked(self) -> bool:
-        """Take the room of a beam for those that wait, where nothing else can go on; nothing of it was to compute."""
+        """Preempts a parked beam for waiting sequences where no sequence can advance otherwise; True if it did."""
         if not len(self._waiting) or any(sequence.num_in_flight_tokens for sequence in self._running):
             return False
         parked = next((sequence for sequence in reversed(self._running) if sequence.is_parked), None)
@@ -323,7 +373,11 @@ class Scheduler:
         return True
 
     def _has_room(self, sequence: TokenSequence) -> bool:
-        """Whether a sequence that decodes can go on; the last of those that run are preempted, itself perhaps."""
+        """Allocates blocks for all tokens of a decoding sequence, and preempts the last running sequences for them.
+
+        Returns:
+            False if the sequence itself had to be preempted.
+        """
         while not self._cache.grow(sequence.held, sequence.num_tokens):
             last = self._running[-1]
             self._preempt(last)
@@ -332,7 +386,10 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """It waits again, and is computed anew; a beam that is parked not before its next token is chosen."""
+        """Frees the blocks of a running sequence, which waits and is computed again later.
+
+        A parked beam is not queued before its next token is chosen.
+        """
         is_parked = sequence.is_parked
         self._leave(sequence)
         sequence.draft_tokens, sequence.recomputing = [], False
@@ -343,7 +400,7 @@ class Scheduler:
             self._waiting.put_back(sequence)
 
     def _leave(self, sequence: TokenSequence) -> None:
-        """It runs no longer."""
+        """Removes a sequence from the running ones, and frees its blocks."""
         self._running.remove(sequence)
         self._waiting.charge(sequence)
         self._prefixes.end(sequence)
@@ -354,7 +411,7 @@ class Scheduler:
         self._last = None
 
     def _repeat_last_step(self) -> StepPlan | None:
-        """The last step once more, a position further; None if there is more to it."""
+        """Plans the last step again, one position further; None if the next step is not such a repeat."""
         if isinstance(self._last, StepPlan):
             self._last = RepeatedDecodes(self._last, self._cache.stride)
         decodes = self._last
@@ -364,20 +421,20 @@ class Scheduler:
         if not growing:
             return decodes.plan_next(self._packer, growing, self._no_blocks, self._no_copies)
         for row in growing:
-            if not self._has_room(decodes.first.rows.sequences[row]) or self._last is None:  # somebody was preempted
+            if not self._has_room(decodes.first.rows.sequences[row]) or self._last is None:  # a sequence was preempted
                 return None
         new_blocks, copies = self._extend([decodes.first.first_scheduled[row] for row in growing])
         return decodes.plan_next(self._packer, growing, new_blocks, copies)
 
     def _build_step(self) -> StepPlan | None:
-        """A step of all that can be done; None if nothing can."""
+        """Plans a step of all running sequences that have tokens to compute; None if none has."""
         scheduled: list[ScheduledTokens] = []
-        growing: list[ScheduledTokens] = []  # those whose block tables may have to
+        growing: list[ScheduledTokens] = []  # those whose block tables may have to grow
         verifying: list[ScheduledTokens] = []
         reading, stride = [], self._cache.stride
         spare = min(self._limits.tokens, self._limits.logit_rows) - len(
             self._running
-        )  # for draft tokens: all may decode
+        )  # for draft tokens, since every running sequence may decode
         for sequence in self._running:
             if sequence.deferred:
                 continue
@@ -390,8 +447,8 @@ class Scheduler:
                 (length >= sequence.max_tokens or sequence.draft_tokens or sequence.is_beam)
                 and length > len(sequence.token_ids)
             ):
-                # A decode takes a block where its token is the first of one. Who is preempted for it comes after it
-                # in this list, or is itself the last.
+                # A decode needs a block where its token is the first of one. The sequence that is preempted for it
+                # comes later in this list, or it is the last one and is itself preempted.
                 if (again or first % stride == 0) and not self._has_room(sequence):
                     break
                 count = self._fit_draft_tokens(sequence, spare - again) if sequence.draft_tokens else 0
@@ -405,14 +462,22 @@ class Scheduler:
                 scheduled.append(one)
         num_decodes = len(scheduled)
         scheduled += verifying
-        taken = num_decodes + sum(one.num_tokens for one in verifying)  # a row of logits each, too
+        taken = num_decodes + sum(one.num_tokens for one in verifying)  # each also has a row of logits
         tokens, rows = self._limits.tokens - taken, self._limits.logit_rows - taken
         keeps_pace = any(one.sequence.effective_priority < BEST_EFFORT for one in scheduled)
         scheduled += self._chunks.cut(reading, tokens, rows, beside=scheduled, keeps_pace=keeps_pace)
         return self._plan(scheduled, num_decodes, growing + scheduled[num_decodes:]) if scheduled else None
 
     def _fit_draft_tokens(self, sequence: TokenSequence, spare: int) -> int:
-        """Leave as many guesses as there is room for; how many that is."""
+        """Drops the draft tokens of a sequence that cannot be verified in this step.
+
+        Args:
+            sequence: the sequence, with draft tokens.
+            spare: number of tokens, each with a row of logits, that the step has left for draft tokens.
+
+        Returns:
+            The number of draft tokens that remain.
+        """
         length = sequence.num_tokens
         count = min(len(sequence.draft_tokens), spare, sequence.max_tokens - length - 1)
         if count > 0 and not (
@@ -424,11 +489,12 @@ class Scheduler:
         return count
 
     def _plan(self, scheduled: list[ScheduledTokens], num_decodes: int, growing: list[ScheduledTokens]) -> StepPlan:
-        """Makes a step of these tokens.
+        """Plans a step of these tokens.
 
         Args:
-            num_decodes: the first of them, of one token each, after which no draft token is verified.
-            growing: those that may take blocks.
+            scheduled: the tokens of each sequence, decodes first.
+            num_decodes: number of the first ones, which decode one token each without draft tokens.
+            growing: those that may need new blocks.
         """
         new_blocks, copies = self._extend(growing)
         sizes, arrays = self._packer.pack(scheduled, num_decodes, growing)
@@ -443,7 +509,7 @@ class Scheduler:
             elif one.end == sequence.num_tokens:
                 ending.append(sequence)
         for one in scheduled[num_decodes:]:
-            # Later, its blocks may have fallen out of a window.
+            # Later, its blocks may have left a sliding window.
             self._prefixes.tag(one.sequence, min(one.end, len(one.sequence.token_ids)))
         plan = StepPlan(
             StepInputs(sizes, arrays, copies, new_blocks),
@@ -459,7 +525,12 @@ class Scheduler:
 
     @staticmethod
     def _add_rows(rows: list[LogitRow], scheduled: ScheduledTokens) -> None:
-        """Append what the rows of logits of a sequence are for, and count the tokens that they are to give it."""
+        """Appends the rows of logits of a sequence, and counts the tokens that will be sampled from them.
+
+        Args:
+            rows: the rows of the step so far.
+            scheduled: the tokens of the sequence in the step.
+        """
         sequence, end = scheduled.sequence, scheduled.end
         request = sequence.request
         assert request is not None
@@ -480,7 +551,11 @@ class Scheduler:
                 rows.append(LogitRow(sequence, RowPurpose.VERIFY, after, index))
 
     def _extend(self, scheduled: Sequence[ScheduledTokens]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:
-        """Room for these to write what they compute: what is to be zeroed, and copied before, a group."""
+        """Gives sequences the blocks that they write in a step.
+
+        Returns:
+            By cache group, the blocks to zero before the step, and the copies to make before it.
+        """
         new: tuple[list[int], ...] = tuple([] for _ in self._no_blocks)
         for one in scheduled:
             first = one.sequence.num_computed_tokens

@@ -1,4 +1,4 @@
-"""Beginnings that are on disk: kept there as they are computed, and read while a sequence waits that begins so."""
+"""Shared prefixes on disk: saved as they are computed, and read while a sequence with such a prefix waits."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,38 +13,48 @@ from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.step.sequence import TokenSequence
 
-FIRST_S_PER_BYTE = 1 / 500e6  # of reading, before anything was read
-LEARNING = 0.3  # what a read says of the pace of those to come
-LATE = 2.0  # factor on the time that a read was given, for the estimate after one that did not end within it
+FIRST_S_PER_BYTE = 1 / 500e6  # seconds to read a byte, before any read was measured
+LEARNING = 0.3  # weight of a finished read in the estimated seconds per byte
+LATE = 2.0  # factor on the time that an unfinished read has taken so far, for the estimate after it
 # Factor on the estimated read speed after each skipped read, so that a slow disk is retried.
 RETRY_SPEEDUP = 1.05
-LONGEST_S = 5.0  # that a sequence waits for the disk, where nobody knows what computing takes
+LONGEST_S = 5.0  # seconds that a sequence waits for the disk, where the time to compute its prefix is not known
 
 
 class PlaceMemory(Protocol):
-    """The memory of a cache group. What is asked of it is done after all steps that have begun, and before the next."""
+    """The memory of a cache group. Each operation is done after all steps that have begun, and before the next one."""
 
-    place_bytes: int
+    place_bytes: int  # size of a block or slot, in bytes
 
-    def copy(self, places: Copies) -> None: ...
+    def copy(self, places: Copies) -> None:
+        """Copies blocks or slots, each a pair of source and destination."""
+        ...
+
     def read(self, place: int) -> Callable[[], bytes]:
-        """Begin to read what a place holds now.
+        """Begins to read the present content of a block or slot.
 
         Returns:
-            What waits for it and gives it, in any thread. Called at least once, since memory is kept for it until then.
+            A function that waits for the content and returns it, in any thread. It has to be called at least once,
+            since memory is kept for the content until then.
         """
         ...
 
-    def write(self, place: int, content: bytes | memoryview) -> None: ...
+    def write(self, place: int, content: bytes | memoryview) -> None:
+        """Writes the content of a block or slot."""
+        ...
 
 
 class StoredPrefixes:
-    """What memory lacks of the sequence that is admitted next is read, if that takes less time than to compute it. It
-    comes into memory when there is room for the sequence, which finds it there.
+    """Reads blocks of the sequence that is admitted next from disk, if that takes less time than computing them.
+
+    The blocks are written into the KV cache once it has free blocks for the sequence, which then finds them there.
 
     Args:
-        memory: a group.
-        seconds: what it takes to compute the tokens from one position up to another; None: nobody knows yet.
+        cache: the KV cache.
+        prefixes: keys of the sequences.
+        store: the blocks on disk.
+        memory: memory of each cache group.
+        seconds: gives the seconds to compute the tokens from one position up to another; None: not known yet.
     """
 
     def __init__(
@@ -56,19 +66,23 @@ class StoredPrefixes:
         seconds: Callable[[int, int], float | None],
     ) -> None:
         self._cache, self._prefixes, self._store, self._memory, self._seconds = cache, prefixes, store, memory, seconds
-        self._sequence: TokenSequence | None = None  # that was asked for last
-        self._reading: Future[ReadEntries] | None = None  # of it; None: nothing is to be read
-        self._num_bytes = 0  # that are being read
-        self._began = self._until = 0.0  # by time.monotonic: when reading began, and when to compute instead
+        self._sequence: TokenSequence | None = None  # sequence that is_read was last called with
+        self._reading: Future[ReadEntries] | None = None  # the read for it; None: there is nothing to read
+        self._num_bytes = 0  # size of the read
+        self._began = self._until = 0.0  # time.monotonic at which the read began, and at which to compute instead
         self._s_per_byte = FIRST_S_PER_BYTE
-        self.num_tokens = 0  # that were not computed, since they were read
+        self.num_tokens = 0  # number of tokens that were read instead of computed
         cache.save(partial(_save, store, memory))
 
     def is_read(self, sequence: TokenSequence, keys: Sequence[bytes]) -> bool:
-        """Whether there is nothing to wait for before a sequence is admitted; begins to read what there is.
+        """Begins to read a sequence's blocks from disk, if it has any there that pay off.
 
         Args:
-            keys: of the blocks that are in memory.
+            sequence: the sequence that is admitted next.
+            keys: keys of its blocks that are in memory.
+
+        Returns:
+            True if its admission does not have to wait for the disk any longer.
         """
         if not self._store.is_scanned:
             return False
@@ -77,24 +91,28 @@ class StoredPrefixes:
         return self._reading is None or self._reading.done() or time.monotonic() > self._until
 
     def wait(self, seconds: float) -> None:
-        """For what is being read."""
+        """Waits until the disk has been scanned or read, at most this number of seconds."""
         if not self._store.is_scanned:
             self._store.wait_for_scan(seconds)
         elif self._reading is not None:
             futures.wait([self._reading], seconds)
 
     def forget(self, sequence: TokenSequence) -> None:
-        """It is not to be admitted any more."""
+        """Drops the read for a sequence that is not admitted next any more."""
         if sequence is self._sequence:
             self._sequence = self._reading = None
 
     def restore(self, sequence: TokenSequence, keys: Sequence[bytes], copies: Sequence[Copies]) -> Sequence[bytes]:
-        """Put into memory what was read of a sequence that there is room for; keys of all that it can begin with.
+        """Writes the blocks that were read for a sequence into the KV cache, which has free blocks for it.
 
         Args:
-            keys: of those that are in memory already.
-            copies: a group, that were to be made before the next step. They are made now, since what they are of may be
-                written over.
+            sequence: the sequence that is admitted next.
+            keys: keys of its blocks that are in memory already.
+            copies: copies to make before the next step, by cache group. They are made now, since their sources may be
+                overwritten.
+
+        Returns:
+            Keys of all blocks of its prefix that are in memory now.
         """
         reading = self._reading
         self.forget(sequence)
@@ -142,7 +160,7 @@ class StoredPrefixes:
 
 
 def _save(store: DiskStore, memory: Sequence[PlaceMemory], group: int, key: bytes, place: int) -> None:
-    """Store a block that can be shared from now on, or whose memory is taken for something else."""
+    """Saves a block that others may share from now on, or whose memory is about to be reused."""
     if key in store.keys[group]:
         store.touch([(group, key)])
     elif store.has_room(group):

@@ -1,4 +1,4 @@
-"""The sequences that wait, which of them is the next, and how it is admitted."""
+"""The waiting sequences: their order, and their admission."""
 
 from bisect import insort
 from collections import Counter
@@ -15,48 +15,55 @@ from enginewright.runtime.step.work_class import BEST_EFFORT, WorkClass
 
 
 class WaitingSequences:
-    """A sequence is admitted when there is room for what it has so far, and for a block more of each that runs.
+    """Queues of waiting sequences, one for each class of work.
 
-    The next one is of the most urgent work; of work that is as urgent, of the tenant that has had the fewest tokens;
-    of these, the one that has arrived first. Nobody overtakes it because of being smaller.
+    A sequence is admitted when the cache has free blocks for all its tokens, and one more for each running sequence.
+
+    The next one has the most urgent work. Among equally urgent ones it belongs to the tenant with the fewest computed
+    tokens, and among these it has arrived first. A smaller sequence never overtakes it.
 
     Args:
-        clock: seconds, for ageing.
+        cache: the KV cache.
+        prefixes: shared prefixes.
+        clock: gives the time in seconds, by which the priority of waiting sequences ages.
     """
 
     def __init__(self, cache: Cache, prefixes: SharedPrefixes, clock: Callable[[], float]) -> None:
         self._cache, self._prefixes, self._clock = cache, prefixes, clock
-        self._queues: dict[WorkClass, list[TokenSequence]] = {}  # each by arrival; none is empty
-        self._arrivals: dict[TokenSequence, int] = {}  # of all that have not ended
+        self._queues: dict[WorkClass, list[TokenSequence]] = {}  # each in the order of arrival; none is empty
+        self._arrivals: dict[TokenSequence, int] = {}  # number of arrival of each sequence that has not ended
         self._num_arrivals = 0
-        self._priorities: Counter[int] = Counter()  # of all that have not ended
+        self._priorities: Counter[int] = Counter()  # number of sequences that have not ended, by priority
         self._shares = TenantShares()
-        self.stored: StoredPrefixes | None = None  # beginnings that are on disk
-        self.no_room = False  # for the next, until a sequence leaves or arrives
-        self.num_prompt_tokens = 0  # of the sequences that were admitted, siblings left out
-        self.num_cached_prompt_tokens = 0  # of these, what others had computed
+        self.stored: StoredPrefixes | None = None  # shared prefixes on disk
+        self.no_room = False  # true if the next one lacks free blocks; reset when a sequence leaves or arrives
+        self.num_prompt_tokens = 0  # prompt tokens of admitted sequences, without siblings
+        self.num_cached_prompt_tokens = 0  # number of these that were in the prefix cache
 
     def __len__(self) -> int:
         return sum(map(len, list(self._queues.values())))
 
     @property
     def num_tokens(self) -> int:
-        """All of them are to be computed."""
+        """Number of tokens of all waiting sequences, all of which are to be computed."""
         return sum(sequence.num_tokens for queue in list(self._queues.values()) for sequence in list(queue))
 
     @property
     def has_other_than_best_effort(self) -> bool:
+        """True if work that is more urgent than best effort waits."""
         return any(work.priority < BEST_EFFORT for work in self._queues)
 
     def add(self, sequence: TokenSequence) -> None:
+        """Queues a new sequence."""
         self.arrive(sequence)
         self.put_back(sequence)
 
     def arrive(self, sequence: TokenSequence, beside: TokenSequence | None = None) -> None:
-        """A new sequence that does not wait yet.
+        """Registers a new sequence that does not wait yet.
 
         Args:
-            beside: one that it counts as having arrived with.
+            sequence: the new sequence.
+            beside: an earlier sequence whose number of arrival it shares; None: it gets a number of its own.
         """
         self._prefixes.add(sequence)
         self._arrivals[sequence] = self._num_arrivals if beside is None else self._arrivals[beside]
@@ -65,17 +72,17 @@ class WaitingSequences:
         self._shares.begin(sequence.work.tenant)
 
     def put_back(self, sequence: TokenSequence) -> None:
-        """It waits, where it arrived: it is new, or was preempted."""
+        """Queues a new or preempted sequence, at its place in the order of arrival."""
         sequence.queued_at = self._clock()
         insort(self._queues.setdefault(sequence.work, []), sequence, key=self._arrivals.__getitem__)
         self.no_room = False
 
     def charge(self, sequence: TokenSequence) -> None:
-        """It runs no longer: its tenant has had what was computed of it."""
+        """Counts the computed tokens of a sequence that runs no longer in its tenant's share."""
         self._shares.charge([sequence])
 
     def forget(self, sequence: TokenSequence) -> None:
-        """It ends, while it waits or runs."""
+        """Drops a sequence that ends, whether it waits or runs."""
         self._shares.charge([sequence])
         self._shares.end(sequence.work.tenant)
         priority = sequence.work.priority
@@ -90,11 +97,18 @@ class WaitingSequences:
             self.no_room = False
 
     def order(self, sequence: TokenSequence) -> tuple[int, int]:
-        """Of one that was admitted, among those that run: whoever is less urgent, or came later, has more."""
+        """Sort key of an admitted sequence among the running ones; the largest is preempted first."""
         return sequence.effective_priority, self._arrivals[sequence]
 
     def next(self, running: Sequence[TokenSequence]) -> tuple[TokenSequence, int] | None:
-        """The one that is admitted next, and the level that it has now."""
+        """Chooses the sequence to admit next.
+
+        Args:
+            running: running sequences, whose computed tokens count in the shares of their tenants.
+
+        Returns:
+            The sequence, and its effective priority; None if none waits.
+        """
         if not self._queues:
             return None
         heads, most_urgent = [queue[0] for queue in self._queues.values()], min(self._priorities)
@@ -107,27 +121,30 @@ class WaitingSequences:
         return first, levels[first]
 
     def admit(self, running: Sequence[TokenSequence], copies: Sequence[Copies]) -> TokenSequence | None:
-        """The next, if it can run now.
+        """Admits the next sequence, if it can run now.
 
         Args:
-            running: sequences that run, each of which may take a block soon.
-            copies: gets, a group, the copies to make before the next step.
+            running: running sequences, each of which may need another block soon.
+            copies: by cache group, gets the copies to make before the next step.
+
+        Returns:
+            The admitted sequence; None if none can run now.
         """
         found = None if self.no_room else self.next(running)
         if found is None:
             return None
         sequence, level = found
         if sequence.num_in_flight_tokens:
-            return None  # it was preempted a moment ago: what it has written is to be committed first
+            return None  # It was just preempted, and its token in flight has to be committed first.
         sibling, num_running = sequence.sibling_of, len(running)
         if sibling is not None and sibling.is_running and not _has_begun(sibling):
-            return None  # in a few steps, it takes nothing but the answer
+            return None  # In a few steps, it can share the prompt of its sibling, and needs blocks for its answer only.
         keys = self._prefixes.find(sequence)
         if keys is None:
-            return None  # likewise
+            return None  # Another sequence is computing blocks that it can share in a few steps.
         if self.stored is not None:
             if not self.stored.is_read(sequence, keys):
-                return None  # likewise
+                return None  # Blocks that it can share are being read from disk.
             if self._cache.has_room(sequence.num_tokens, keys, num_running):
                 keys = self.stored.restore(sequence, keys, copies)
         if not (self._fork(sequence, num_running, copies) or self._open(sequence, keys, num_running, copies)):
@@ -154,7 +171,14 @@ class WaitingSequences:
     def _open(
         self, sequence: TokenSequence, keys: Sequence[bytes], watermark_blocks: int, copies: Sequence[Copies]
     ) -> bool:
-        """Begin with what is there of these keys."""
+        """Allocates the blocks of a sequence that begins with cached blocks; False if there are not enough free blocks.
+
+        Args:
+            sequence: the sequence.
+            keys: keys of its cached blocks.
+            watermark_blocks: number of blocks that have to stay free.
+            copies: by cache group, gets the copies to make before the next step.
+        """
         divergence_position, shares = self._prefixes.divergence_position(sequence), sequence.keys is not None
         held = self._cache.admit(
             sequence.num_tokens, keys, watermark_blocks, copies, shares=shares, divergence_position=divergence_position
@@ -166,7 +190,16 @@ class WaitingSequences:
         return True
 
     def _fork(self, sequence: TokenSequence, watermark_blocks: int, copies: Sequence[Copies]) -> bool:
-        """Begin where the prompt of a sibling ends: its last token alone is computed again, and gives the logits."""
+        """Begins with the blocks of a sibling's prompt, of which only the last token is computed again for its logits.
+
+        Args:
+            sequence: the sequence.
+            watermark_blocks: number of blocks that have to stay free.
+            copies: by cache group, gets the copies to make before the next step.
+
+        Returns:
+            False if it has no running sibling, has tokens of its own already, or there are not enough free blocks.
+        """
         sibling, length = sequence.sibling_of, sequence.num_prompt_tokens
         if sibling is None or not sibling.is_running or sequence.num_tokens > length:
             return False
@@ -179,5 +212,5 @@ class WaitingSequences:
 
 
 def _has_begun(sequence: TokenSequence) -> bool:
-    """Whether its prompt is computed, and a token was sampled behind it that is no NaN."""
+    """True if the prompt of a sequence is computed, and a token that is no NaN was sampled after it."""
     return min(sequence.num_computed_tokens, len(sequence.token_ids) - 1) >= sequence.num_prompt_tokens
