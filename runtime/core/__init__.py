@@ -1,1 +1,1 @@
-"""The loop that schedules, runs and samples the steps of one engine, and the requests that it serves."""
+"""The core of an engine, which schedules, runs and samples its steps, and the requests that it serves."""

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest answers of a model, as transformers' generate(num_beams=…) looks for them."""
+"""Beam search: finds the likeliest answers of a model, by the rules of transformers' generate(num_beams=…)."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -12,32 +12,33 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True)
 class Beam:
-    """The beginning of an answer, or a whole one."""
+    """An unfinished answer, or a complete one."""
 
-    tokens: tuple[SampledToken, ...] = ()
-    logprob: float = 0.0  # of all its tokens together
-    parent: int = 0  # which of the beams of the step before it goes on from
+    tokens: tuple[SampledToken, ...] = ()  # its tokens after the prompt
+    logprob: float = 0.0  # log-probability of all its tokens together
+    parent: int = 0  # index of the beam of the step before that it continues
 
     def score(self, num_tokens: int, length_penalty: float) -> float:
-        """By which answers of different lengths are compared.
+        """Score by which answers of different lengths are compared; higher is better.
 
         Args:
-            num_tokens: that it has, or may have one day.
+            num_tokens: the number of its tokens, or the number that it may reach.
+            length_penalty: the log-probability is divided by the length to this power.
         """
         return self.logprob / math.pow(num_tokens, length_penalty)
 
 
 class BeamScorer:
-    """The search of one request.
+    """The beam search of one request.
 
     Args:
-        width: beams, and whole answers that are kept.
-        max_tokens: of an answer.
-        length_penalty: log-probabilities are divided by a length to this power: above 0 long answers are preferred.
-        early_stopping: True: it is over when there are `width` whole answers. False: when the best beam, by the length
-            that it has now, is no better than the worst of these. "never": as False, by the best length that it can
-            still get to.
-        ends: tokens that end an answer.
+        width: number of beams, and of complete answers that are kept.
+        max_tokens: maximum number of tokens of an answer.
+        length_penalty: log-probabilities are divided by the length to this power; above 0, long answers are preferred.
+        early_stopping: True ends the search when there are `width` complete answers. False ends it when the score of
+            the best beam at its present length is not above the worst of these. "never" is like False, but with the
+            best length that the beam can still reach.
+        ends: token ids that end an answer.
     """
 
     def __init__(
@@ -50,22 +51,25 @@ class BeamScorer:
 
     @property
     def num_candidates(self) -> int:
-        """How many of the likeliest tokens behind each beam `advance` needs: enough to go on where all ends are."""
+        """Number of the likeliest tokens after each beam that `advance` needs.
+
+        It is so large that enough beams continue even if all tokens that end an answer are among them.
+        """
         return self._width + len(self._ends)
 
     def advance(self, sampled: Sequence[SampledToken]) -> bool:
-        """Go on by one token.
+        """Extends the beams by one token.
 
         Args:
-            sampled: behind each of the beams; only the likeliest tokens matter.
+            sampled: the tokens after each of the beams; only their likeliest tokens matter.
 
         Returns:
-            Whether it goes on, with other beams.
+            True if the search continues, with new `beams`.
         """
         grown = sorted(self._grown(sampled), key=lambda beam: -beam.logprob)
         length = len(self.beams[0].tokens) + 1
         at_end = length >= self._max_tokens
-        # Only what is among the best of all may be an answer: what is behind these keeps the search going.
+        # Only the best `width` candidates may become answers; the candidates after them only replace those that end.
         ended = [beam for beam in grown[: self._width] if at_end or self._ends_with(beam)]
         self._whole = sorted([*self._whole, *ended], key=self._score, reverse=True)[: self._width]
         if at_end:
@@ -74,7 +78,7 @@ class BeamScorer:
         return len(self.beams) > 0 and not self._is_over(length)
 
     def answers(self) -> list[tuple[Beam, str]]:
-        """The best answers, best first, and why each has ended: "stop" or "length"."""
+        """The best complete answers, best first, each with the reason for its end, "stop" or "length"."""
         return [(beam, "stop" if self._ends_with(beam) else "length") for beam in self._whole]
 
     def _grown(self, sampled: Sequence[SampledToken]) -> Iterator[Beam]:

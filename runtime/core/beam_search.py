@@ -13,10 +13,13 @@ from enginewright.runtime.text.detokenizer import Detokenizer
 
 
 class BeamSearch(RequestKind):
-    """The beams of one request. The search goes on when a token was sampled after each of them.
+    """The beams of one request. The search advances when a token was sampled after each of them.
 
     Args:
-        detokenizer: makes one for the text after the prompt.
+        request: the request.
+        live: its sequences, and those of all other requests.
+        scorer: chooses the beams.
+        detokenizer: creates a detokenizer for the text after the prompt.
     """
 
     def __init__(
@@ -24,8 +27,8 @@ class BeamSearch(RequestKind):
     ) -> None:
         super().__init__(request, live)
         self._scorer, self._detokenizer = scorer, detokenizer
-        self._sequences = [request.completions[0].sequence]  # by beam
-        self._sampled: dict[TokenSequence, SampledToken] = {}  # of this step of the search
+        self._sequences = [request.completions[0].sequence]  # by index of the beam
+        self._sampled: dict[TokenSequence, SampledToken] = {}  # tokens after the beams so far
 
     def on_sampled(
         self, sequence: TokenSequence, tokens: tuple[SampledToken, ...], now: float, outputs: Outputs
@@ -60,7 +63,7 @@ class BeamSearch(RequestKind):
         self._finish()
 
     def _branch(self) -> None:
-        """Lets the beams of the next step go on where those of the last one stand."""
+        """Gives each new beam a sequence: that of its parent, or a fork of it where several beams have one parent."""
         parents, beams, free = self._sequences, self._scorer.beams, set[TokenSequence]()
         going_on = {beam.parent for beam in beams}
         for place, parent in enumerate(parents):
@@ -93,11 +96,12 @@ class BeamSearch(RequestKind):
         return child
 
     def _choice(self, index: int, beam: Beam, reason: str) -> Delta:
-        """Makes the delta of a whole choice.
+        """Creates the delta of a complete choice.
 
         Args:
-            index: of the choice, best first.
-            reason: why it has ended.
+            index: index of the choice; 0 is the best.
+            beam: its tokens.
+            reason: the reason for its end, "stop" or "length".
         """
         params, last, detokenizer = self.request.params, beam.tokens[-1].token, self._detokenizer()
         shown = beam.tokens[:-1] if reason == "stop" else beam.tokens  # an end-of-text token is no text

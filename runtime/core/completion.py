@@ -1,4 +1,4 @@
-"""One choice of a request while it is written: its sequence, and the text that its tokens make."""
+"""One choice of a request while it is generated: its sequence, and the text of its tokens."""
 
 import logging
 from dataclasses import dataclass
@@ -14,28 +14,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Completion:
-    """One choice of a request. It does not know its request, which would be a reference cycle."""
+    """One choice of a request. It has no reference to its request, since that would be a reference cycle."""
 
-    params: SamplingParams  # of its request
-    index: int  # number among the n choices, or among the best_of that these are chosen from
-    sequence: TokenSequence
-    detokenizer: Detokenizer
-    stops: StopStrings | None  # None: the request names no stop string
+    params: SamplingParams  # sampling parameters of its request
+    index: int  # index among the n choices, or among the best_of that these are chosen from
+    sequence: TokenSequence  # the tokens of prompt and answer
+    detokenizer: Detokenizer  # turns the tokens of the answer into text
+    stops: StopStrings | None  # finds stop strings in the text; None: the request names none
 
     @property
     def finished(self) -> bool:
-        """True once no token is added to it."""
+        """True once it gets no more tokens."""
         return self.sequence.finish_reason is not None
 
     def write(self, tokens: tuple[SampledToken, ...]) -> Delta:
         """Turns tokens into text.
 
         Args:
-            tokens: that the sequence has just got; with the last of them it ends if it has a finish_reason.
+            tokens: tokens that were just appended to the sequence. If the sequence has a finish_reason, it ends with
+                the last of them.
 
         Returns:
-            What they add to the choice. It names a finish_reason also where a stop string or a fault ends the choice,
-            and the sequence does not know of it yet.
+            The text and tokens that they add to the choice. The delta has a finish_reason also where a stop string or
+            an error ends the choice, while the sequence has none yet.
         """
         try:
             if self.stops is not None or self.sequence.finish_reason is not None:
@@ -50,7 +51,7 @@ class Completion:
             return Delta(self.index, "", _without_nan(tokens), "error", DETOKENIZER)
 
     def _write_with_end(self, tokens: tuple[SampledToken, ...]) -> Delta:
-        """`write` for tokens of which one is the last, or in a choice with stop strings."""
+        """Does the work of `write` where the choice ends with these tokens, or has stop strings."""
         if self.params.max_tokens == 0 and not tokens[-1].is_nan:
             return Delta(self.index, "", (), "length")
         sequence, texts = self.sequence, list[str]()
@@ -78,11 +79,12 @@ class Completion:
         return None
 
     def _text(self, token: SampledToken, num_output: int, reason: str | None) -> str:
-        """What a token adds to the text.
+        """Text that a token adds to the completion.
 
         Args:
+            token: the token.
             num_output: number of the token in the completion, counted from 1.
-            reason: why the completion ends with it, if so.
+            reason: finish_reason of a completion that ends with the token; None: it does not end.
         """
         stops, text = self.stops, ""
         if not token.is_nan and reason != "stop":  # an end-of-text token is no text

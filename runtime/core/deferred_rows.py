@@ -1,4 +1,4 @@
-"""Rows of logits that are sampled later, since the grammar of their sequence was late to say what may come next."""
+"""Rows of logits that are sampled later, since the mask of their grammar was not ready in time."""
 
 import time
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_plan import LogitRows
 
-# Time that a step waits for grammars: a share of the time that its layers took, and seconds at least.
+# Time that a step waits for grammars: a share of the time that it has taken so far, but at least this many seconds.
 WAIT_SHARE, MIN_WAIT_S = 0.25, 0.002
 
 
 class KeptLogits(msgspec.Struct, frozen=True):
-    """Logits of one deferred sequence."""
+    """The kept logits of one deferred sequence."""
 
-    rows: LogitRows  # of this sequence alone
+    rows: LogitRows  # rows of this sequence alone
     logits: NDArray[np.float32]  # [rows, vocab_size]
 
     @property
@@ -29,10 +29,10 @@ class KeptLogits(msgspec.Struct, frozen=True):
         return self.rows.sequences[0]
 
     def is_ready(self, wait_s: float) -> bool:
-        """Waits for the masks of its rows; returns true if they are there.
+        """Waits for the masks of its rows; returns true if they are ready.
 
         Args:
-            wait_s: seconds that it waits at most.
+            wait_s: maximum seconds to wait.
         """
         return _mask_ready(self.rows, 0, wait_s)
 
@@ -41,6 +41,7 @@ class DeferredRows:
     """Keeps logits of sequences whose grammars are late, so that the other sequences of the step need not wait.
 
     Args:
+        scheduler: leaves deferred sequences out of further steps.
         vocab_size: width of the logits.
     """
 
@@ -57,11 +58,12 @@ class DeferredRows:
         """Keeps the logits of sequences whose grammars are late.
 
         Args:
-            logits: of the step, [rows, vocab_size].
+            rows: rows of the step.
+            logits: logits of the step, [rows, vocab_size].
             elapsed_s: seconds that the step has taken so far.
 
         Returns:
-            The rows of the step, of which those of late sequences are dropped.
+            The rows of the step, in which the rows of late sequences are marked as dropped.
         """
         until = time.perf_counter() + max(MIN_WAIT_S, WAIT_SHARE * elapsed_s)
         late = [
@@ -69,7 +71,7 @@ class DeferredRows:
         ]
         if not late:
             return rows
-        in_memory = np.asarray(logits)  # a GPU has computed them then, and more grammars may be there
+        in_memory = np.asarray(logits)  # waits for a GPU, and meanwhile more masks may become ready
         sequences = [rows.sequences[place] for place in late if not _mask_ready(rows, place, 0)]
         if not sequences:
             return rows
@@ -80,9 +82,12 @@ class DeferredRows:
         return rows.without(sequences, self._dropped)
 
     def sample_ready(self) -> Iterator[tuple[LogitRows, list[SampledToken]]]:
-        """Samples the sequences whose grammars are there by now; where all that runs is deferred, waits a little.
+        """Samples the deferred sequences whose masks are ready. Waits a little if all running sequences are deferred.
 
-        One that is ended while the tokens of another are handed out is left out.
+        A sequence that ends while the caller handles the tokens of another one is left out.
+
+        Returns:
+            The rows of each of these sequences, and the tokens sampled from them.
         """
         kept = self._kept
         if self._scheduler.num_running <= len(kept):
@@ -98,11 +103,12 @@ class DeferredRows:
 
 
 def _mask_ready(rows: LogitRows, place: int, wait_s: float) -> bool:
-    """Waits for the masks of a sequence and of its draft tokens; returns true if they are there.
+    """Waits for the masks of a sequence and of its draft tokens; returns true if they are ready.
 
     Args:
-        place: of the sequence among those of the rows.
-        wait_s: seconds that it waits at most.
+        rows: rows of logits.
+        place: index of the sequence in `rows.sequences`.
+        wait_s: maximum seconds to wait.
     """
     grammar = rows.sequences[place].grammar
     return grammar is None or grammar.wait(wait_s, rows.draft_tokens[place] if rows.draft_tokens else ())

@@ -1,4 +1,4 @@
-"""Draft tokens of the sequences that decode: where they come from, and what becomes of them."""
+"""Draft tokens of decoding sequences: proposes them, and compares them with the sampled tokens."""
 
 from itertools import islice
 
@@ -11,15 +11,16 @@ from enginewright.runtime.step.step_plan import LogitRows, StepPlan
 
 
 class Drafting:
-    """Proposes draft tokens to the scheduler, and compares them with what was sampled.
+    """Proposes draft tokens to the scheduler, and compares them with the sampled tokens.
 
-    Tokens that a grammar leaves no choice about are draft tokens that are right, and so take no step each. The others
-    come from a speculator.
+    Where a grammar allows only one token, this token is a draft token that is always accepted, and takes no step of its
+    own. The other draft tokens come from a speculator.
 
     Args:
-        sampler: of the model's own tokens.
+        scheduler: lets the next step verify the draft tokens.
+        sampler: samples the model's own tokens.
         speculator: None where only grammars give draft tokens.
-        max_sequences: number of sequences that may run at once.
+        max_sequences: maximum number of running sequences.
     """
 
     def __init__(
@@ -30,16 +31,20 @@ class Drafting:
 
     @staticmethod
     def prepare_masks(rows: LogitRows) -> None:
-        """Lets grammars find out what may come after the draft tokens, while the layers of the step run."""
+        """Requests the masks after draft tokens from grammars, which compute them while the layers of the step run."""
         for sequence, draft_tokens in zip(rows.sequences, rows.draft_tokens, strict=False):
             if draft_tokens and sequence.grammar is not None:
                 sequence.grammar.look(draft_tokens)
 
     def verify(self, rows: LogitRows, sampled: list[SampledToken]) -> list[tuple[SampledToken, ...]]:
-        """Returns the tokens of each of `rows.sequences`: one, and another after each draft token that was right.
+        """Compares draft tokens with the sampled tokens.
 
         Args:
-            sampled: of all rows that give tokens, in their order.
+            rows: rows of logits of a step.
+            sampled: tokens of all rows that give tokens, in the order of the rows.
+
+        Returns:
+            The tokens of each of `rows.sequences`: its accepted draft tokens, and the token sampled after them.
         """
         if not rows.draft_tokens:
             return list(zip(sampled, strict=True))
@@ -60,9 +65,11 @@ class Drafting:
         return accepted
 
     def propose(self, plan: StepPlan, outputs: StepOutputs, step_s: float) -> None:
-        """Proposes what comes after the tokens of a step that is committed.
+        """Proposes draft tokens after a step that is committed.
 
         Args:
+            plan: the plan of the step.
+            outputs: its outputs.
             step_s: seconds that the step took.
         """
         free = [
@@ -76,13 +83,13 @@ class Drafting:
         if sizes.tokens == sizes.logit_rows:
             self._speculator.step_took(sizes.tokens, step_s)
         self._speculator.observe(plan, outputs)
-        self._sampler.settle()  # a draft samples as its requests will
-        num_soon = min(self._scheduler.num_unfinished, self._max_sequences)  # that decode once all prompts are read
+        self._sampler.settle()  # draft models sample by the state of the requests after this step
+        num_soon = min(self._scheduler.num_unfinished, self._max_sequences)  # that decode once all prompts are computed
         for sequence, draft_tokens in self._speculator.propose(free, num_soon):
             self._scheduler.propose(sequence, draft_tokens)
 
     def propose_forced(self, sequence: TokenSequence) -> bool:
-        """Proposes the tokens that a grammar leaves no choice about; returns true if there are any."""
+        """Proposes the next tokens if the grammar of a sequence allows only these; returns true if there are any."""
         grammar = sequence.grammar
         if grammar is None or not grammar.forced or not sequence.is_running:
             return False

@@ -1,4 +1,4 @@
-"""Texts in, vectors out, one step at a time: what `EngineCore` is to an engine that writes, for one that embeds."""
+"""The core of an engine for embeddings and scores, the counterpart of `EngineCore`: texts in, vectors out."""
 
 import time
 from dataclasses import dataclass
@@ -26,43 +26,48 @@ from enginewright.runtime.step.work_class import DEFAULT_WORK, WorkClass
 class TextTokens:
     """A text, or a pair of texts that a cross-encoder reads as one."""
 
-    ids: list[int]
-    second_from: int | None = None  # where tokens of type 1 begin
+    ids: list[int]  # token ids
+    second_from: int | None = None  # position of the first token of type 1, which starts the second text; None: none
 
 
 @dataclass(eq=False, slots=True)
 class TextRequest:
-    """A text, and the row that is computed of it. Its one delta says that it is there."""
+    """A text, and the vector that is computed from it. Its only delta says that the vector is computed."""
 
-    sink: OutputSink
-    sequence: TokenSequence
-    arrived_at: float  # by time.perf_counter
-    vector: NDArray[np.float32] | None = None  # as the plan gives it; None: not yet
+    sink: OutputSink  # gets the delta
+    sequence: TokenSequence  # the tokens of the text
+    arrived_at: float  # time of arrival by time.perf_counter, in seconds
+    vector: NDArray[np.float32] | None = None  # row of the plan's result, [columns]; None: not computed yet
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Number of tokens of the text."""
         return self.sequence.num_prompt_tokens
 
     @property
     def num_cached_tokens(self) -> int:
-        """A row is computed of all tokens."""
+        """Number of tokens from the prefix cache: always 0, since a vector is computed from all tokens."""
         return 0
 
     @property
     def finished(self) -> bool:
+        """True once the vector is computed, or the request is aborted."""
         return self.sequence.finish_reason is not None
 
 
 class EmbeddingCore:
-    """An engine with memory to run in. `text` and `stats` may be called from any thread, all else from one.
+    """Runs the steps of an engine for embeddings and scores.
+
+    `text` and `stats` may be called from any thread, all other methods from a single one.
 
     Args:
+        engine: the engine.
         config: limits; see RuntimeConfig.
     """
 
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
-        _ = engine.tokenizer, engine.embedding  # read now, as the file may be changed later
+        _ = engine.tokenizer, engine.embedding  # Read now, since the file may be changed later.
         self.executor = open_executor(engine, config)
         self._scheduler = Scheduler(
             engine.plan.caches,
@@ -80,31 +85,38 @@ class EmbeddingCore:
         self._counts = StepCounts(self._scheduler, self.executor.memory_plan)
 
     def close(self) -> None:
-        """Give back what it runs in."""
+        """Releases memory and threads."""
         self.executor.close()
 
     @property
     def max_model_len(self) -> int:
+        """Maximum number of tokens of a text."""
         return self.executor.memory_plan.max_model_len
 
     @property
     def has_work(self) -> bool:
+        """True as long as `step` has something to do."""
         return self._scheduler.num_unfinished > 0
 
     def stats(self) -> Stats:
-        """What is going on; its numbers may be a step apart from each other."""
+        """Statistics of the engine; the numbers may be one step apart from each other."""
         return self._counts.stats()
 
     def request(self, *arguments: object, **options: object) -> Request:
-        """Raises UsageError: there is no answer to a prompt."""
+        """Raises UsageError, since such an engine generates no text."""
         refuse_answers(self.engine)
         raise AssertionError("an engine that writes has another core")
 
     def text(self, tokens: TextTokens, sink: OutputSink, work: WorkClass = DEFAULT_WORK) -> TextRequest:
-        """A request that can be added.
+        """Creates a request that can be added.
+
+        Args:
+            tokens: the text, or the pair of texts.
+            sink: gets the delta.
+            work: class of work of the request.
 
         Raises:
-            UsageError: it is empty, too long, or holds a token that is none.
+            UsageError: the text is empty, too long, or has a token id that is not in the vocabulary.
         """
         ids = tokens.ids
         check_tokens(ids, self.engine.plan.vocab_size)
@@ -116,18 +128,19 @@ class EmbeddingCore:
         return TextRequest(sink, sequence, time.perf_counter())
 
     def add(self, request: TextRequest) -> None:
+        """Queues a request that `text` has created."""
         self._requests[request.sequence] = request
         self._scheduler.add(request.sequence)
 
     def abort(self, request: TextRequest) -> list[tuple[TextRequest, Delta]]:
-        """End a request; its blocks are free again."""
+        """Ends a request and returns its last delta; nothing if it has ended before."""
         if self._requests.pop(request.sequence, None) is None:
             return []
         self._scheduler.finish(request.sequence, "abort")
         return [(request, Delta(0, "", (), "abort"))]
 
     def step(self) -> list[tuple[TextRequest, Delta]]:
-        """One step of all that has arrived; the texts that ended with it."""
+        """Runs one step; returns the requests that it has completed, each with its delta."""
         plan, deltas = self._scheduler.schedule(), list[tuple[TextRequest, Delta]]()
         if plan is None:
             return deltas
@@ -144,12 +157,22 @@ class EmbeddingCore:
 
 
 def open_core(engine: Engine, config: RuntimeConfig) -> EngineCore | EmbeddingCore:
-    """What runs an engine, whichever it is."""
+    """Opens the core for an engine: an EngineCore if it generates text, else an EmbeddingCore.
+
+    Args:
+        engine: the engine.
+        config: limits; see RuntimeConfig.
+    """
     return EngineCore(engine, config) if engine.plan.generates else EmbeddingCore(engine, config)
 
 
 def too_long(what: str, max_model_len: int) -> PromptTooLongError:
-    """what: the prompt and its length. Clients look for the words "maximum context length is N tokens"."""
+    """Creates the error for a text that is too long.
+
+    Args:
+        what: names the text and its length.
+        max_model_len: maximum number of tokens. Clients look for the words "maximum context length is N tokens".
+    """
     return PromptTooLongError(
         what,
         f"this model's maximum context length is {max_model_len} tokens",

@@ -46,37 +46,40 @@ from enginewright.runtime.step.work_class import DEFAULT_WORK, WorkClass
 from enginewright.runtime.text.detokenizer import Detokenizer, StopMatcher, StopStrings
 
 DISK_WAIT_S = (
-    0.005  # seconds that a step waits for the disk where nothing else can be done, before new requests are seen
+    0.005  # seconds that a step without work waits for the disk, before it returns so that new requests can be added
 )
 
 
 class StepInFlight(msgspec.Struct, frozen=True):
-    """A step that has begun, and whose tokens have not been read."""
+    """A step that has begun, and whose sampled tokens have not been read yet."""
 
-    plan: StepPlan
-    outputs: StepOutputs
-    sampled: SampledRows
-    began: float  # time by time.perf_counter, in seconds
-    work: float  # cost of its tokens by PromptCost; 0 where no step is measured
+    plan: StepPlan  # the plan of the step
+    outputs: StepOutputs  # its outputs, which a device may still be computing
+    sampled: SampledRows  # its sampled tokens, which a device may still be computing
+    began: float  # time.perf_counter at which its planning began, in seconds
+    work: float  # cost of its tokens by PromptCost; 0 where steps are not measured
 
 
 class EngineCore:
-    """An engine with memory to run in. `request` and `stats` may be called from any thread, all else from one.
+    """Runs the steps of an engine that generates text.
+
+    `request`, `walks`, `compile` and `stats` may be called from any thread, all other methods from a single one.
 
     Args:
+        engine: the engine.
         config: limits; see RuntimeConfig.
     """
 
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
         config = with_method(engine, config)
-        self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, as the file may be changed later
+        self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, since the file may be changed later
         self.executor = open_executor(engine, config_of_model(engine, config))
         read_tokenizer = partial(engine.file.read_section, "tokenizer.json")
         self._grammars = Grammars(read_tokenizer, engine.plan.vocab_size, self._eos_token_ids, config.grammar_memory)
         self._sampler = Sampler(self.executor.draw)
         self._prompt_cost = PromptCost(engine.plan)
-        # Time of a step by its work; None where neither a goal nor the disk asks for it.
+        # Time of a step by its work; None where neither a goal nor a disk needs it.
         self._step_cost = StepCost.of(engine) if config.itl_slo_ms or config.kv_cache_disk else None
         goal = StepGoal(config.itl_slo_ms / 1e3, self._step_cost) if self._step_cost and config.itl_slo_ms else None
         limits = self.executor.memory_plan.limits
@@ -96,17 +99,20 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         self._counts = StepCounts(self._scheduler, self.executor.memory_plan)
         self._num_generated = 0  # tokens since the start
-        self._step_ended = 0.0  # time by time.perf_counter, in seconds
+        self._step_ended = 0.0  # time.perf_counter at which the last step ended, in seconds
         self._kv_events = open_kv_events(engine, config, self._scheduler)
         self._disk = open_disk(engine, config, self.executor, self._scheduler, self._step_cost, self._prompt_cost)
 
     @property
     def _steps_ahead(self) -> int:
-        """Draft tokens follow from all tokens before them, and are worth more than the time between two steps."""
+        """Number of steps that begin before the step in flight ends.
+
+        With a speculator it is 0: draft tokens depend on all tokens before them, and save more time than running ahead.
+        """
         return 0 if self._speculator is not None else self.executor.steps_ahead
 
     def close(self) -> None:
-        """Gives back the memory, processes and files that it runs in."""
+        """Releases memory, processes and files."""
         self._live.clear()
         self._grammars.close()
         if self._speculator is not None:
@@ -119,7 +125,7 @@ class EngineCore:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens."""
+        """Maximum number of tokens of prompt and answer together."""
         return self.executor.memory_plan.max_model_len
 
     @property
@@ -128,7 +134,7 @@ class EngineCore:
         return self._scheduler.num_unfinished > 0 or len(self._in_flight) > 0
 
     def stats(self) -> Stats:
-        """Counts what is going on; its numbers may be a step apart from each other."""
+        """Statistics of the engine; the numbers may be one step apart from each other."""
         speculation = None if self._speculator is None else self._speculator.stats()
         disk = None if self._disk is None else DiskStats(self._disk.num_bytes, self._disk.num_failures)
         grammars = self._grammars.stats()
@@ -137,11 +143,18 @@ class EngineCore:
         )
 
     def compile(self, wanted: StructuredOutputsParams) -> "Future[None]":
-        """Compiles a grammar before `request` does, which waits for it; ends with the error that it would raise."""
+        """Compiles a grammar ahead of `request`, which would wait for it.
+
+        Returns:
+            A future that ends when the grammar is compiled, or with the error that `request` would raise.
+        """
         return self._grammars.compile(wanted)
 
     def walks(self, params: SamplingParams) -> Sequence[Grammar]:
-        """Returns the grammars for `request`, once they were compiled. An evicted one is compiled again later."""
+        """Creates the grammar of each completion of a request, after `compile` has compiled it.
+
+        A grammar that was evicted from memory meanwhile is compiled again later.
+        """
         wanted = params.structured_outputs
         return () if wanted is None else self._grammars.walks(wanted, params.num_candidates)
 
@@ -154,24 +167,26 @@ class EngineCore:
         grammars: Sequence[Grammar | None] = (),
         work: WorkClass = DEFAULT_WORK,
     ) -> Request:
-        """Makes a request that can be added.
+        """Creates a request that can be added.
 
         Args:
             prompt: token ids.
-            sink: gets the pieces of its answer.
-            cache_salt: it shares a prefix cache with requests of the same salt only.
-            grammars: one for each of its completions, or none, which leaves it to params.structured_outputs.
-            work: how urgent it is, and whose.
+            params: sampling parameters.
+            sink: gets the deltas of its answer.
+            cache_salt: the request shares the prefix cache only with requests of the same salt.
+            grammars: a grammar for each of its completions, from `walks`; empty: the grammar of
+                params.structured_outputs, if any, is compiled here.
+            work: priority and tenant of the request.
 
         Raises:
-            UsageError: prompt or parameters ask for what this engine cannot do.
-            EngineError: its tokenizer is of no use for structured outputs.
+            UsageError: the prompt or the parameters are not possible with this engine.
+            EngineError: the engine's tokenizer cannot be used for structured outputs.
         """
         params = params.clone()  # the caller may change them later
         vocab_size, ends = self.engine.plan.vocab_size, () if params.ignore_eos else self._eos_token_ids
         check_prompt(prompt, vocab_size, self.max_model_len)
         max_total_tokens = self.max_model_len
-        if params.max_tokens is not None:  # where none is wanted, the one that is sampled is left out of the answer
+        if params.max_tokens is not None:  # for 0 tokens, one is sampled and left out of the answer
             max_total_tokens = min(max_total_tokens, len(prompt) + max(params.max_tokens, 1))
         request = Request(params, sink, len(prompt), time.perf_counter())
         rules = TokenRules(params, vocab_size, ends)
@@ -191,7 +206,7 @@ class EngineCore:
             return request
         logprobs = params.logprobs
         if params.num_candidates > params.n:
-            logprobs = params.logprobs or 0  # the best are chosen by them
+            logprobs = params.logprobs or 0  # the best completions are chosen by log-probability
         if params.structured_outputs is not None and not grammars:
             self._grammars.compile(params.structured_outputs).result()
             grammars = self.walks(params)
@@ -220,13 +235,14 @@ class EngineCore:
         return Detokenizer(self.engine.tokenizer, prompt, skip_special_tokens=request.params.skip_special_tokens)
 
     def _beam_scorer(self, request: Request, max_total_tokens: int) -> BeamScorer:
-        """Makes what chooses the beams of a request.
+        """Creates the scorer that chooses the beams of a request.
 
         Args:
-            max_total_tokens: of prompt and answer together.
+            request: the request.
+            max_total_tokens: maximum number of tokens of prompt and answer together.
 
         Raises:
-            UsageError: it wants more of the sampler than there is on this device.
+            UsageError: the search needs more of the likeliest tokens than the sampler gives on this device.
         """
         params, max_top_logprobs = request.params, self.executor.max_top_logprobs
         ends = (*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids)
@@ -247,28 +263,32 @@ class EngineCore:
         return BestOf(request, self._live) if params.num_candidates > params.n else Plain(request, self._live)
 
     def add(self, request: Request) -> None:
-        """Queues a request that `request` has made."""
+        """Queues a request that `request` has created."""
         self._kind(request).begin()
 
     def propose(self, completion: Completion, draft_tokens: Sequence[int]) -> None:
-        """Lets the next step verify tokens that may come next, as many as there is room for.
+        """Lets the next step verify draft tokens of a completion, as many as its limits allow.
 
-        A draft token is right where it is the token that is sampled there, so the answer is the same bits with or
-        without. To be called between steps, where none of its tokens is in flight.
+        A draft token is accepted if it is the token that is sampled at its position, so the answer is the same with or
+        without it, bit by bit. The call does nothing while a step is in flight.
+
+        Args:
+            completion: the completion.
+            draft_tokens: token ids that may come next.
         """
         if completion.sequence.is_running and not self._in_flight:
             self._scheduler.propose(completion.sequence, draft_tokens)
 
     def abort(self, request: Request) -> Outputs:
-        """Ends what goes on of a request; its blocks are free again."""
+        """Ends all unfinished completions of a request, and frees their blocks; returns the last deltas."""
         kind = self._live.kinds.get(request)
         return [] if kind is None else [(request, delta) for delta in kind.abort()]
 
     def step(self) -> Outputs:
-        """Begins one step of all that has arrived, and ends one; returns what that added to answers.
+        """Begins one step and ends one; returns the deltas of the step that has ended.
 
-        A step ends at once, or, where the executor runs ahead, once the next one has begun. Where a grammar says what
-        may come next, the step before ends while the layers run, and a sequence whose grammar takes long is deferred.
+        A step ends in the same call, or in the next one where the executor runs ahead. If a step has grammars, the step
+        before it ends while its layers run, and a sequence whose grammar is late is deferred.
         """
         outputs: Outputs = []
         if self._deferred:
@@ -286,8 +306,9 @@ class EngineCore:
         """Begins a step.
 
         Args:
-            began: time at which its planning began, by time.perf_counter, in seconds.
-            outputs: gets what the step before has added, if that has to end first.
+            plan: the plan of the step.
+            began: time.perf_counter at which its planning began, in seconds.
+            outputs: gets the deltas of the step before, if that has to end first.
         """
         has_grammar = plan.rows.has_grammar
         work = 0.0 if self._step_cost is None else self._prompt_cost.of(plan.inputs.arrays["positions"])
@@ -315,7 +336,7 @@ class EngineCore:
         if plan.rows.has_other_rows or plan.rows.has_grammar:
             sampled = self._hand_out_scores(plan.rows, sampled)
         now = time.perf_counter()
-        step_s = now - max(step.began, self._step_ended)  # its predecessor may have run until then
+        step_s = now - max(step.began, self._step_ended)  # the step before may have run until then
         self._step_ended = now
         if self._step_cost is not None:
             self._step_cost.learn(step.work, step_s)
@@ -325,7 +346,7 @@ class EngineCore:
         self._hand_out(plan.rows, accepted, now, outputs)
 
     def _commit_deferred(self, outputs: Outputs) -> None:
-        """Hands out the tokens of deferred sequences whose grammars are there."""
+        """Hands out the tokens of deferred sequences whose masks are ready."""
         for rows, sampled in self._deferred.sample_ready():
             accepted = self._drafting.verify(rows, self._hand_out_scores(rows, sampled))
             self._scheduler.commit_deferred(rows, accepted)
@@ -335,18 +356,25 @@ class EngineCore:
     def _hand_out(
         self, rows: LogitRows, accepted: Sequence[tuple[SampledToken, ...]], now: float, outputs: Outputs
     ) -> None:
-        """Gives the requests the tokens that their sequences have got."""
+        """Passes the tokens of each sequence on to its request."""
         receivers, num_generated = self._live.receivers, 0
         for sequence, tokens in zip(rows.sequences, accepted, strict=True):
             kind = receivers.get(sequence)
-            if kind is not None:  # else it has ended meanwhile
+            if kind is not None:  # otherwise it has ended meanwhile
                 num_generated += kind.on_sampled(sequence, tokens, now, outputs)
         self._num_generated += num_generated
 
     def _hand_out_scores(self, rows: LogitRows, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Gives the requests the log-probabilities of their prompts' tokens; returns the tokens of `rows.sequences`.
+        """Passes the log-probabilities of prompt tokens on to the requests.
 
         A completion whose prompt has NaN log-probabilities fails with its first token.
+
+        Args:
+            rows: rows of logits of a step.
+            sampled: a token of each row.
+
+        Returns:
+            The tokens of the rows that sample or verify.
         """
         tokens: list[SampledToken] = []
         for row, token in zip(rows.rows, sampled, strict=True):

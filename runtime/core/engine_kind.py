@@ -1,11 +1,11 @@
-"""Refusals of requests that an engine of its kind cannot serve."""
+"""Refuses requests that an engine cannot serve, by what it does: generate text, embed texts, or compare texts."""
 
 from enginewright.errors import UsageError
 from enginewright.runtime.engine import Engine
 
 
 def refuse_vectors(engine: Engine) -> None:
-    """Raises UsageError of an engine that gives no vectors."""
+    """Raises UsageError if an engine computes no embedding vectors."""
     if not engine.embeds:
         does = "writes text" if engine.plan.generates else "gives scores to pairs of texts"
         fix = "" if engine.plan.generates else "Use score or rerank."
@@ -13,7 +13,7 @@ def refuse_vectors(engine: Engine) -> None:
 
 
 def refuse_answers(engine: Engine) -> None:
-    """Raises UsageError of an engine that writes no text."""
+    """Raises UsageError if an engine generates no text."""
     if not engine.plan.generates:
         gives = "a vector for a text" if engine.embeds else "scores to pairs of texts"
         fix = f"Use {'embed, score or rerank' if engine.embeds else 'score or rerank'}."
@@ -21,6 +21,6 @@ def refuse_answers(engine: Engine) -> None:
 
 
 def refuse_scores(engine: Engine) -> None:
-    """Raises UsageError of an engine that cannot compare texts."""
+    """Raises UsageError if an engine cannot compare texts."""
     if engine.plan.generates:
         raise UsageError(f"{engine.manifest.name} is no model that compares texts", "it writes text")

@@ -1,8 +1,8 @@
-"""What others are told of the KV cache over ZeroMQ, in the messages of vLLM: routers follow which blocks are where.
+"""KV cache events over ZeroMQ, in vLLM's format: routers learn from them which engine caches which blocks.
 
-A message has three parts: a topic, a sequence number (8 bytes, big-endian), and MessagePack's [time, events, 0]. An
-event is a map with a "type". Who has missed some asks the replay socket from a number on. The form is of June 2026:
-https://github.com/vllm-project/vllm/blob/main/vllm/distributed/kv_events.py
+A message has three parts: a topic, a sequence number (8 bytes, big-endian), and [time, events, 0] as MessagePack. An
+event is a map with a "type". A subscriber that has missed messages requests them by number from the replay socket. The
+format is that of June 2026: https://github.com/vllm-project/vllm/blob/main/vllm/distributed/kv_events.py
 """
 
 import logging
@@ -21,37 +21,38 @@ from enginewright.runtime.cache.events import BlocksRemoved, BlocksStored, Cache
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED = 10_000  # batches that wait to be sent; sending blocks for nobody, so they are few
-MAX_KEPT = 10_000  # batches that can be asked for again
-MAX_KEPT_BYTES = 64 << 20  # likewise
-LINGER_MS = 500  # for the last message to leave at the end
+MAX_QUEUED = 10_000  # batches that wait to be sent; few in practice, since sending never waits for a subscriber
+MAX_KEPT = 10_000  # batches that are kept for replays
+MAX_KEPT_BYTES = 64 << 20  # bytes of batches that are kept for replays
+LINGER_MS = 500  # milliseconds that the last messages get to leave when the socket closes
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 RANK = 0  # an engine runs on one device
-# The name that consumers rank highest: the memory that steps read from, also where that is a CPU's.
+# The name that consumers rank highest. It stands for the memory that steps read from, even on a CPU.
 MEDIUM = "GPU"
 
 
 def block_hash(key: bytes) -> int:
-    """What a block is called: the last 64 bits of its key."""
+    """Hash of a block in messages: the last 64 bits of its key."""
     return int.from_bytes(key[-8:], "big")
 
 
 class KvEventSender:
     """Sends events in a thread of its own.
 
-    The first event, and the last one, say that no blocks are there: those of who was at this address before are gone.
-    So does one in the place of batches that were lost, which leaves subscribers with less than there is, never more.
+    The first event and the last one say that no blocks are cached, so that subscribers forget the blocks of an earlier
+    engine at this address. The same event replaces lost batches: subscribers may then know fewer blocks than there are,
+    but never more.
 
     Args:
-        endpoint: of the PUB socket: bound if it has * or ::, or is ipc://, otherwise connected to.
-        replay: of the ROUTER socket, bound; None: nothing can be asked for again.
+        endpoint: address of the PUB socket: bound if it contains * or ::, or is ipc://, otherwise connected to.
+        replay: address of the ROUTER socket, which is bound; None: no replays.
         topic: first part of each message.
-        groups: of the plan.
-        block_size: tokens of a block that has a key.
+        groups: cache groups of the plan.
+        block_size: number of tokens of a block that has a key.
 
     Raises:
         EngineError: pyzmq is not installed.
-        UsageError: an address cannot be had.
+        UsageError: an address is not available.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class KvEventSender:
         self._thread.start()
 
     def put(self, events: list[CacheEvent]) -> None:
-        """Send what a step has done, soon. The caller waits for nothing."""
+        """Queues the events of a step, which the thread sends soon; returns at once."""
         if len(self._queue) < MAX_QUEUED:
             self._queue.append(events)
         else:
@@ -91,7 +92,7 @@ class KvEventSender:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Sends the queued events, and ends the thread."""
         self._is_closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -127,7 +128,7 @@ class KvEventSender:
                     self._answer_replay()
             self._send([{"type": "AllBlocksCleared"}])
         finally:
-            self._context.destroy()  # once what is left has been sent, or has lingered
+            self._context.destroy()  # after the remaining messages were sent, or LINGER_MS
 
     def _send_queued(self) -> None:
         while self._queue:
@@ -149,7 +150,10 @@ class KvEventSender:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _answer_replay(self) -> None:
-        """Send again what is kept from a number on, and an end. Who asks wrongly, or does not read, gets nothing."""
+        """Sends the kept batches from the requested number on, and an end marker.
+
+        A client that sends a malformed request, or does not read its messages, gets nothing.
+        """
         request = self._replay.recv_multipart()
         if len(request) != 3 or request[1] or len(request[2]) != 8:
             logger.warning("a replay of KV events was asked for in a wrong form: it takes 8 bytes")
@@ -179,13 +183,13 @@ class KvEventSender:
         }
 
     def _extra_keys(self, event: BlocksStored) -> list[list[str] | None]:
-        """What the blocks' hashes depend on beside tokens, a block: a salt stands with the first one of a sequence."""
+        """For each block, the inputs of its hash other than tokens: a sequence's first block has the salt, if any."""
         salted: list[list[str] | None] = [[event.cache_salt]] if event.parent is None and event.cache_salt else [None]
         return salted + [None] * (len(event.keys) - 1)
 
 
 def _kind(group: CacheGroup) -> dict[str, Any]:
-    """How an event says what a group caches."""
+    """Fields of an event that describe a cache group."""
     if not isinstance(group, PagedCache):
         return {"kv_cache_spec_kind": "mamba"}
     latent = "latent" in group.parts

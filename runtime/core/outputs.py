@@ -1,4 +1,4 @@
-"""What comes out: pieces of answers while they are written, and whole answers under vLLM's names."""
+"""Outputs of the engine: deltas while an answer is generated, and complete answers under vLLM's names."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,29 +10,29 @@ import msgspec
 from enginewright.runtime.sampling.sampler import SampledToken
 
 NAN_LOGITS = "nan_logits"  # the model's logits are not numbers
-GRAMMAR = "grammar"  # to follow the grammar takes more than its limits allow
+GRAMMAR = "grammar"  # following the grammar exceeds its limits
 DETOKENIZER = "detokenizer"  # a token could not be turned into text; the log says why
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What came to one choice of a request."""
+    """New tokens and text of one choice of a request."""
 
-    index: int  # which of the n choices
-    text: str  # what the tokens add to the text
-    tokens: tuple[SampledToken, ...]  # the sampled ones, a stop token included
-    finish_reason: str | None = None  # "stop", "length", "error" or "abort" with the last delta; else None
-    # the stop string or token that ended it; of an error, NAN_LOGITS, GRAMMAR or DETOKENIZER
+    index: int  # index of the choice, from 0 to n - 1
+    text: str  # new text of the choice
+    tokens: tuple[SampledToken, ...]  # new tokens, including a stop token
+    finish_reason: str | None = None  # "stop", "length", "error" or "abort" in the last delta; else None
+    # stop string or token id that has ended the choice; NAN_LOGITS, GRAMMAR or DETOKENIZER after an error
     stop_reason: int | str | None = None
-    ends: tuple[int, ...] = ()  # where in `text` that of each token but the last ends; empty where nobody knows
+    ends: tuple[int, ...] = ()  # offset in `text` after each token but the last; empty where not known
 
     @property
     def is_cut(self) -> bool:
-        """True if a limit or a stop string has ended the choice, not the model."""
+        """True if the choice was ended by a limit or a stop string, and not by the model."""
         return self.finish_reason not in (None, "stop") or isinstance(self.stop_reason, str)
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
-    """One delta per choice, in the order of choices."""
+    """Joins the deltas of each choice; returns one delta per choice, in the order of choices."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
@@ -53,7 +53,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 
 
 def ends_of(texts: Sequence[str]) -> tuple[int, ...]:
-    """Where each text but the last ends in all of them together."""
+    """Offset after each text but the last, in the concatenation of all texts."""
     return tuple(accumulate(map(len, texts[:-1])))
 
 
@@ -61,67 +61,67 @@ def ends_of(texts: Sequence[str]) -> tuple[int, ...]:
 class Logprob:
     """The log-probability of one token."""
 
-    logprob: float
-    rank: int | None  # among all tokens, 1 is the likeliest; None: it is not among those asked for
-    decoded_token: str  # its text
+    logprob: float  # natural logarithm of the probability
+    rank: int | None  # rank among all tokens, 1 for the likeliest; None: beyond the requested number of tokens
+    decoded_token: str  # text of the token
 
 
 @dataclass
 class CompletionOutput:
     """One choice of a request: a completion."""
 
-    index: int  # which of the n choices
-    text: str = ""  # without the stop string, unless that is asked for
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None  # of all tokens; None if not asked for
-    # for each token, by token id, the sampled one and the likeliest; None if not asked for
+    index: int  # index of the choice, from 0 to n - 1
+    text: str = ""  # text so far, without the stop string unless the request includes it
+    token_ids: list[int] = field(default_factory=list)  # tokens so far
+    cumulative_logprob: float | None = None  # log-probability of all tokens together; None if not requested
+    # for each token, the sampled token and the likeliest ones by token id; None if not requested
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
-    stop_reason: int | str | None = None  # the stop string or token that ended it
+    stop_reason: int | str | None = None  # stop string or token id that has ended the choice
 
     def finished(self) -> bool:
-        """Whether this choice is whole; a method, as in vLLM, where `finished` of a RequestOutput is an attribute."""
+        """True if this choice is complete. As in vLLM, it is a method, but an attribute of a RequestOutput."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request, in seconds since it was submitted; 0 where it has not come to that."""
+    """Times of a request, in seconds since it was submitted; 0 for events that have not happened yet."""
 
-    queue_s: float  # until the engine began with its prompt
-    first_token_s: float  # until the first token of any choice
-    total_s: float  # until the last token
+    queue_s: float  # seconds until the engine began with its prompt
+    first_token_s: float  # seconds until the first token of any choice
+    total_s: float  # seconds until the last token
 
     @property
     def prefill_s(self) -> float:
-        """From where it was begun to the first token."""
+        """Seconds from the beginning of its prompt to the first token."""
         return max(0.0, self.first_token_s - self.queue_s)
 
     @property
     def decode_s(self) -> float:
-        """From there to the last token."""
+        """Seconds from the first token to the last one."""
         return max(0.0, self.total_s - self.first_token_s)
 
 
 @dataclass
 class RequestOutput:
-    """What came of one request."""
+    """The output of one request."""
 
-    request_id: str
-    prompt: str | None  # its text, if it was given as text
-    prompt_token_ids: list[int]
+    request_id: str  # name of the request
+    prompt: str | None  # text of the prompt; None if it was not given as text
+    prompt_token_ids: list[int]  # tokens of the prompt
     outputs: list[CompletionOutput]  # one for each of the n choices
-    finished: bool
-    num_cached_tokens: int  # prompt tokens that the prefix cache had
-    metrics: RequestMetrics
-    num_guessed_tokens: int = 0  # guesses of its tokens that were verified
-    num_accepted_tokens: int = 0  # of these, those that were right
-    # for each prompt token as in CompletionOutput, None for the first; None if not asked for
+    finished: bool  # true if all choices are complete
+    num_cached_tokens: int  # number of prompt tokens that were in the prefix cache
+    metrics: RequestMetrics  # times of the request
+    num_guessed_tokens: int = 0  # number of draft tokens that were verified
+    num_accepted_tokens: int = 0  # number of these that were accepted
+    # for each prompt token as in CompletionOutput, None for the first; None if not requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def to_dicts(output: RequestOutput) -> list[dict[str, Any]]:
-    """An output as JSON would hold it, one dict per choice; log-probabilities only where they were asked for."""
+    """Converts an output for JSON: one dict per choice, with log-probabilities only if they were requested."""
     return [_to_dict(output, choice) for choice in output.outputs]
 
 
@@ -148,5 +148,5 @@ def _to_dict(output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
 
 
 def _top(named: Mapping[int, Logprob]) -> dict[int, float]:
-    """The likeliest tokens, most likely first."""
+    """Log-probabilities of the likeliest tokens by token id, likeliest first."""
     return {token: entry.logprob for token, entry in named.items() if entry.rank is not None}

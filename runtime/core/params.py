@@ -6,11 +6,19 @@ from enginewright.errors import UsageError, shorten
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
 
-SAMPLED_BY = ("top_k", "top_p", "min_p", "seed")  # naming one of these asks for sampling
+SAMPLED_BY = ("top_k", "top_p", "min_p", "seed")  # giving one of these turns sampling on
 
 
 def params_of(given: SamplingParams | None, engine: Engine) -> SamplingParams:
-    """What a request is given, or the model's own where that is None. Raises UsageError for anything else."""
+    """Chooses the sampling parameters of a request.
+
+    Args:
+        given: the parameters that the user gives; None: the model's own defaults.
+        engine: the engine, which holds the defaults.
+
+    Raises:
+        UsageError: `given` is neither None nor a SamplingParams.
+    """
     if given is None:
         return default_params(engine)
     if not isinstance(given, SamplingParams):
@@ -19,9 +27,14 @@ def params_of(given: SamplingParams | None, engine: Engine) -> SamplingParams:
 
 
 def default_params(engine: Engine, **given: Any) -> SamplingParams:
-    """The model's own sampling defaults (generation_config.json), overridden by what is given and not None."""
+    """The model's own sampling defaults (generation_config.json).
+
+    Args:
+        engine: the engine, which holds the defaults.
+        given: parameters that replace the defaults; those that are None do not.
+    """
     given = {name: value for name, value in given.items() if value is not None}
-    if given.get("use_beam_search"):  # it knows nothing of the model's defaults, which are of how to sample
+    if given.get("use_beam_search"):  # the model's defaults are about sampling, which it does not do
         return SamplingParams(**{"temperature": 0.0, "max_tokens": None} | given)
     config = engine.generation_config
     defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": None}

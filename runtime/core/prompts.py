@@ -1,4 +1,4 @@
-"""Prompts in all the forms that they come in, as token ids."""
+"""Converts prompts in all their forms to token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,9 @@ from enginewright.errors import UsageError, shorten
 from enginewright.runtime.text.messages.plain import calls_as_text, describe_tools
 from enginewright.runtime.text.tokenizer import Tokenizer
 
-FIRST_PIECE_CHARS = 4  # for each position of the model: a prompt of plain text that fits is encoded in one go
-# What a message's role is to the template.
+# Characters of the first piece of a text, for each position of the model; plain text that fits is encoded in one piece.
+FIRST_PIECE_CHARS = 4
+# The role that the chat template sees for each role of a message.
 ROLES: Mapping[str, str] = {
     "system": "system",
     "developer": "system",
@@ -26,39 +27,43 @@ _EXAMPLE = 'Give messages such as [{"role": "user", "content": "Hello"}].'
 class TextPrompt(TypedDict):
     """A prompt as text."""
 
-    prompt: str
-    cache_salt: NotRequired[str]  # it shares the KV cache only with prompts of the same salt
+    prompt: str  # the text
+    cache_salt: NotRequired[str]  # the prompt shares the KV cache only with prompts of the same salt
 
 
 class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
-    prompt_token_ids: Sequence[int]
-    cache_salt: NotRequired[str]  # as of a TextPrompt
+    prompt_token_ids: Sequence[int]  # the token ids
+    cache_salt: NotRequired[str]  # as in a TextPrompt
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and how the model's chat template shows them."""
+    """Messages, and options of the model's chat template."""
 
-    messages: Sequence[Mapping[str, Any]]  # each with role and content
-    add_generation_prompt: bool = True  # end with what the model's own messages begin with
+    messages: Sequence[Mapping[str, Any]]  # messages, each with a role and a content
+    add_generation_prompt: bool = True  # true if the prompt ends with the header of a message of the model
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables, such as enable_thinking
-    tools: Sequence[Mapping[str, Any]] = ()  # that the model may call, each as OpenAI's API has it
-    tools_are_described: bool = False  # in the system message, where the template shows none
+    tools: Sequence[Mapping[str, Any]] = ()  # tools that the model may call, each in the form of OpenAI's API
+    tools_are_described: bool = False  # true if the system message describes tools that the template does not show
 
 
-# A text; token ids; messages with role and content, or a Conversation; or one of the first two in a TextPrompt or a
-# TokensPrompt.
+# A text; token ids; messages with role and content; a Conversation; a TextPrompt; or a TokensPrompt.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Conversation
 
 
 class PromptTooLongError(UsageError):
-    """A prompt leaves no room for an answer."""
+    """A prompt leaves no tokens for an answer."""
 
 
 def too_long(length: str, max_model_len: int) -> PromptTooLongError:
-    """The error of a prompt of that length; clients look for the words "maximum context length is N tokens"."""
+    """Creates the error for a prompt that is too long.
+
+    Args:
+        length: length of the prompt, with its unit.
+        max_model_len: maximum number of tokens. Clients look for the words "maximum context length is N tokens".
+    """
     return PromptTooLongError(
         f"the prompt has {length}",
         f"this model's maximum context length is {max_model_len} tokens, one at least of them for the answer",
@@ -67,16 +72,20 @@ def too_long(length: str, max_model_len: int) -> PromptTooLongError:
 
 
 def text_of(prompt: Prompt) -> str | None:
-    """The text of a prompt that is given as text."""
+    """Text of a prompt; None if it is not given as text."""
     inner = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return inner if isinstance(inner, str) else None
 
 
 def salt_of(prompt: Prompt, default: str = "") -> str:
-    """The cache salt that a prompt brings with it, or else the default.
+    """Cache salt of a prompt.
+
+    Args:
+        prompt: the prompt.
+        default: the salt of a prompt that has none of its own.
 
     Raises:
-        UsageError: it is no text.
+        UsageError: the salt is not a text.
     """
     given = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     salt = default if given is None else given
@@ -90,14 +99,18 @@ def salt_of(prompt: Prompt, default: str = "") -> str:
 def encode_prompt(
     prompt: Prompt, tokenizer: Tokenizer, max_model_len: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Converts a prompt to token ids.
 
     Args:
-        add_special_tokens: begin a text with what the model was trained to see there.
+        prompt: the prompt.
+        tokenizer: the engine's tokenizer.
+        max_model_len: maximum number of tokens of prompt and answer together.
+        add_special_tokens: true if a text gets the special tokens that the model was trained with, such as a
+            beginning-of-text token.
 
     Raises:
-        UsageError: it is none of the forms that a prompt may have.
-        PromptTooLongError: no tokenization of its text can fit, or a piece of it does not.
+        UsageError: the prompt has none of the forms of a prompt.
+        PromptTooLongError: its text is known to be too long before all of it is encoded.
     """
     if isinstance(prompt, Mapping):
         return encode_prompt(_inside(prompt), tokenizer, max_model_len)
@@ -111,7 +124,7 @@ def encode_prompt(
         if tools and prompt.tools_are_described and not tokenizer.template_names("tools"):
             shown, tools = describe_tools(shown, tools), ()
         text = tokenizer.render_chat(shown, add_generation_prompt=turn, template_kwargs=names, tools=tools)
-        return _encode(text, tokenizer, max_model_len, add_special_tokens=False)  # the template has written them
+        return _encode(text, tokenizer, max_model_len, add_special_tokens=False)  # the template has added them
     if not is_list(prompt):
         raise UsageError(
             f"the prompt is {shorten(prompt)}", "it must be a text, a list of token ids, or a list of messages"
@@ -124,7 +137,7 @@ def encode_prompt(
 
 
 def _inside(prompt: Mapping[str, Any]) -> Any:
-    """What a TextPrompt or a TokensPrompt holds."""
+    """The text of a TextPrompt, or the token ids of a TokensPrompt."""
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     unknown = sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}))
     if unknown or (text is None) == (ids is None):
@@ -139,17 +152,20 @@ def _inside(prompt: Mapping[str, Any]) -> Any:
 
 
 def is_list(value: object) -> bool:
-    """Whether it is what token ids, messages or prompts may stand in: a list, a tuple, an array."""
+    """True if a value can hold token ids, messages or prompts: a list, a tuple or an array, but not a text."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def conversations_of(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
-    """One conversation, or several, as a list of conversations.
+    """Converts one conversation, or several, to a list of conversations.
+
+    Args:
+        messages: a list of messages, or a list of such lists.
 
     Raises:
-        UsageError: it is neither messages nor lists of messages.
+        UsageError: it is neither of these.
     """
     if isinstance(messages, Mapping):
         raise UsageError("the messages are a single message", "a list of messages is wanted", _EXAMPLE)
@@ -167,10 +183,10 @@ def conversations_of(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
 
 
 def shown_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as a chat template sees them: `developer` is `system`, and a content is one text.
+    """Converts messages for a chat template: the role `developer` becomes `system`, and each content one text.
 
     Raises:
-        UsageError: a role is none, or a content is neither a text nor a list of text parts.
+        UsageError: a role is unknown, or a content is neither a text nor a list of text parts.
     """
     return [_shown(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
@@ -187,7 +203,7 @@ def _shown(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    """Text parts are joined by line breaks."""
+    """Content of a message as one text; text parts are joined by line breaks."""
     if isinstance(content, str):
         return content
     if not is_list(content):
@@ -206,14 +222,20 @@ def _text(content: Any, where: str) -> str:
 
 
 def _encode(text: str, tokenizer: Tokenizer, max_model_len: int, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text, found without encoding much more of it than can fit.
+    """Encodes a text, without encoding much more of it than can fit.
 
-    A text of more characters than that many of the longest token is refused unread. Of a shorter one, ever longer
-    beginnings are encoded: where one takes twice as many tokens as fit, so does the text, since what follows changes
-    the tokens of a beginning's last word alone.
+    A text that has more characters than `max_model_len` tokens of maximum length is refused without encoding it. Longer
+    and longer prefixes of other texts are encoded first. If a prefix takes twice as many tokens as fit, the text cannot
+    fit either, since the rest of it can change the tokens of the last word of the prefix only.
+
+    Args:
+        text: the text.
+        tokenizer: the engine's tokenizer.
+        max_model_len: maximum number of tokens.
+        add_special_tokens: true if the tokenizer adds its special tokens.
 
     Raises:
-        PromptTooLongError: it cannot fit.
+        PromptTooLongError: the text cannot fit.
     """
     most = tokenizer.longest_token_chars * max_model_len
     if len(text) > most:
@@ -227,14 +249,24 @@ def _encode(text: str, tokenizer: Tokenizer, max_model_len: int, *, add_special_
 
 
 def check_prompt(ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raises UsageError for no token, an id that is none, or more than fit the longest sequence."""
+    """Checks the token ids of a prompt.
+
+    Args:
+        ids: token ids.
+        vocab_size: number of tokens of the vocabulary.
+        max_model_len: maximum number of tokens of prompt and answer together.
+
+    Raises:
+        UsageError: there is no token, or an id is not in the vocabulary.
+        PromptTooLongError: the prompt leaves no tokens for an answer.
+    """
     if len(ids) >= max_model_len:
         raise too_long(f"{len(ids)} tokens", max_model_len)
     check_tokens(ids, vocab_size)
 
 
 def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises UsageError for no token, or an id that is none."""
+    """Raises UsageError if there is no token, or an id is not in the vocabulary of `vocab_size` tokens."""
     if not ids:
         raise UsageError("the prompt is empty", fix="Give at least one token.")
     if min(ids) < 0 or max(ids) >= vocab_size:

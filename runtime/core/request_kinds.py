@@ -1,4 +1,4 @@
-"""Kinds of requests: what becomes of the tokens that are sampled for them."""
+"""Kinds of requests, which differ in how sampled tokens become choices: plain, and the best of several candidates."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,52 +14,67 @@ Outputs = list[tuple[Request, Delta]]
 
 
 def failed(count: int, reason: str, stop_reason: str | None = None) -> list[Delta]:
-    """Makes the deltas of choices that come to nothing.
+    """Creates the deltas of choices that fail or are aborted.
 
     Args:
         count: number of choices.
         reason: "error" or "abort".
-        stop_reason: kind of error.
+        stop_reason: kind of error; None for "abort".
     """
     return [Delta(index, "", (), reason, stop_reason) for index in range(count)]
 
 
 class LiveSequences:
-    """Begins and ends sequences, in the scheduler and wherever else something is kept for them."""
+    """Begins and ends sequences in the scheduler, in their grammars and in the speculator."""
 
     def __init__(self, scheduler: Scheduler, speculator: Speculator | None) -> None:
         self.scheduler = scheduler
         self._speculator = speculator
-        self.receivers: dict[TokenSequence, RequestKind] = {}  # of each sequence that has not ended
-        self.kinds: dict[Request, RequestKind] = {}  # of each request that has not ended
+        self.receivers: dict[TokenSequence, RequestKind] = {}  # its request, for each sequence that has not ended
+        self.kinds: dict[Request, RequestKind] = {}  # for each request that has not ended
 
     def __contains__(self, sequence: TokenSequence) -> bool:
         return sequence in self.receivers
 
     def clear(self) -> None:
-        """Drops all of them, since kinds of requests refer to what they run in."""
+        """Drops all sequences and requests when the engine closes, since they refer to this object."""
         self.receivers.clear()
         self.kinds.clear()
 
     def begin(self, sequence: TokenSequence, receiver: "RequestKind") -> None:
-        """Queues a new sequence."""
+        """Queues a new sequence.
+
+        Args:
+            sequence: the sequence.
+            receiver: gets its sampled tokens.
+        """
         self.receivers[sequence] = receiver
         self.scheduler.add(sequence)
         if sequence.grammar is not None:
             sequence.grammar.begin()
 
     def fork(self, parent: TokenSequence, child: TokenSequence) -> None:
-        """Lets a new beam go on from a parked one."""
+        """Begins a new beam that continues a parked one.
+
+        Args:
+            parent: the parked beam.
+            child: the new beam, with the same tokens.
+        """
         self.receivers[child] = self.receivers[parent]
         self.scheduler.fork(parent, child)
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """Ends a sequence; one that the scheduler has ended with another reason has this one from now on."""
+        """Ends a sequence.
+
+        Args:
+            sequence: the sequence.
+            reason: its finish_reason, which replaces that of the scheduler.
+        """
         self.scheduler.finish(sequence, reason, replace=True)
         self.forget(sequence)
 
     def abort(self, sequences: Sequence[TokenSequence]) -> None:
-        """Ends those that go on."""
+        """Ends those of these sequences that have not ended."""
         for sequence in sequences:
             self.scheduler.finish(sequence, "abort")
             if sequence in self.receivers:
@@ -75,7 +90,12 @@ class LiveSequences:
 
 
 class RequestKind(ABC):
-    """A request while it runs. It lives as long as the engine's core works on it, and a Request may live longer."""
+    """A request while the engine's core works on it. Its Request object may live longer.
+
+    Args:
+        request: the request.
+        live: begins and ends its sequences.
+    """
 
     def __init__(self, request: Request, live: LiveSequences) -> None:
         self.request, self._live = request, live
@@ -90,36 +110,37 @@ class RequestKind(ABC):
     def on_sampled(
         self, sequence: TokenSequence, tokens: tuple[SampledToken, ...], now: float, outputs: Outputs
     ) -> int:
-        """Takes over the tokens that a step has sampled for one of its sequences.
+        """Receives the tokens that a step has sampled for one of its sequences.
 
         Args:
-            tokens: one, or several where draft tokens were right.
-            now: by time.perf_counter, in seconds.
-            outputs: gets what the tokens add to the request's answer.
+            sequence: the sequence.
+            tokens: one token, or several where draft tokens were accepted.
+            now: time.perf_counter, in seconds.
+            outputs: gets the deltas that the tokens add to the request's answer.
 
         Returns:
             The number of tokens that count as generated.
         """
 
     def has_nan_prompt(self, sequence: TokenSequence) -> bool:
-        """True where log-probabilities of a prompt were asked for, and one of them is NaN; of its first sequence."""
+        """True if this is the first sequence, and a requested log-probability of the prompt is NaN."""
         request = self.request
         if not request.prompt_logprobs or request.completions[0].sequence is not sequence:
             return False
         return any(token is not None and token.is_nan for token in request.prompt_logprobs)
 
     def _finish(self) -> None:
-        """Notes that no delta comes any more."""
+        """Notes that no more deltas follow."""
         self.request.finished = True
         self._live.kinds.pop(self.request, None)
 
     @abstractmethod
     def abort(self) -> list[Delta]:
-        """Ends what goes on of it, and returns the last deltas."""
+        """Ends its unfinished sequences, and returns the last deltas."""
 
 
 class Plain(RequestKind):
-    """Each completion is a choice, and is shown as it is written."""
+    """A request whose completions are its choices, each of which is output as it is generated."""
 
     def __init__(self, request: Request, live: LiveSequences) -> None:
         super().__init__(request, live)
@@ -144,7 +165,13 @@ class Plain(RequestKind):
         return deltas
 
     def _follow(self, sequence: TokenSequence, delta: Delta, now: float) -> None:
-        """Notes the time of the first token and of the last one, and ends what the delta ends."""
+        """Notes the times of the first and the last token, and ends a sequence whose delta is its last one.
+
+        Args:
+            sequence: the sequence.
+            delta: its new delta.
+            now: time.perf_counter, in seconds.
+        """
         request = self.request
         if request.first_token_s is None:
             request.first_token_s = now - request.arrived_at
@@ -156,7 +183,7 @@ class Plain(RequestKind):
 
 
 class BestOf(Plain):
-    """Completions of which the n with the highest cumulative log-probability are shown, once all are whole."""
+    """A request that outputs the n candidates with the highest cumulative log-probability, once all are complete."""
 
     def __init__(self, request: Request, live: LiveSequences) -> None:
         super().__init__(request, live)
@@ -182,10 +209,11 @@ class BestOf(Plain):
         self._finish()
 
     def _add(self, delta: Delta) -> list[Delta]:
-        """Keeps what came to a candidate.
+        """Keeps a delta of a candidate.
 
         Returns:
-            The deltas of the best, best first, once all are whole; or of failed choices, once one has failed.
+            The deltas of the best candidates, best first, once all are complete; the deltas of failed choices once a
+            candidate has failed; else none.
         """
         num_choices = self.request.params.n
         if delta.finish_reason == "error":
@@ -202,5 +230,5 @@ class BestOf(Plain):
 
 
 def _logprob(tokens: Sequence[SampledToken]) -> float:
-    """Log-probability of all tokens together."""
+    """Cumulative log-probability of tokens."""
     return sum(token.logprob or 0.0 for token in tokens)

@@ -1,4 +1,4 @@
-"""What an engine is doing and has done."""
+"""Statistics of an engine."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
@@ -8,48 +8,56 @@ from enginewright.runtime.grammar.stats import GrammarStats
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.speculation.stats import SpeculationStats
 
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of step_sizes
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # upper bounds of step_sizes
 
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """What is kept on disk of the prefix cache."""
+    """Statistics of the prefix cache on disk."""
 
-    num_bytes: int
-    num_failures: int  # files that could not be written, or not be read, or were damaged, since the start
+    num_bytes: int  # bytes on disk
+    num_failures: int  # files that could not be written or read, or were damaged, since the start
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """num_waiting_tokens: of the sequences that wait. kv_usage: share of the KV blocks that sequences hold, in the
-    fullest group; what only the prefix cache keeps counts as free.
+    """Statistics of an engine: its present state, and totals since the start."""
 
-    Totals since the start: computed_tokens (positions that went through the model, again after a preemption),
-    prompt_tokens (of sequences that were admitted), cached_prompt_tokens (of these, what the prefix cache spared),
-    restored_tokens (that were read from disk instead of computed, again after a preemption),
-    busy_s (seconds in which a step was under way), step_sizes (steps by their number of tokens: up to each bound of
-    STEP_TOKENS from the one before, and above them).
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
+    # Present state.
+    num_running: int = 0  # running sequences
+    num_waiting: int = 0  # waiting sequences
+    num_waiting_tokens: int = 0  # tokens of the waiting sequences
+    # Share of the KV blocks that sequences hold, from 0 to 1, in the fullest cache group. Blocks that only the prefix
+    # cache keeps count as free.
     kv_usage: float = 0.0
-    num_steps: int = 0
+
+    # Totals since the start.
+    num_steps: int = 0  # steps that have ended
+    # Steps by their number of tokens: for each bound of STEP_TOKENS, those up to it and above the bound before; last,
+    # those above all bounds.
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
-    num_preemptions: int = 0
-    computed_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    restored_tokens: int = 0
-    generated_tokens: int = 0
-    busy_s: float = 0.0
-    speculation: SpeculationStats | None = None  # None: nothing is guessed
-    disk: DiskStats | None = None  # None: nothing is kept there
-    grammars: GrammarStats = field(default_factory=GrammarStats)
+    num_preemptions: int = 0  # preemptions of sequences
+    computed_tokens: int = 0  # tokens that went through the model, again after a preemption
+    prompt_tokens: int = 0  # prompt tokens of the admitted sequences
+    cached_prompt_tokens: int = 0  # prompt tokens that were in the prefix cache
+    restored_tokens: int = 0  # tokens that were read from disk instead of computed, again after a preemption
+    generated_tokens: int = 0  # tokens of answers
+    busy_s: float = 0.0  # seconds in which a step was under way
+    speculation: SpeculationStats | None = None  # statistics of draft tokens; None: no speculative decoding
+
+    # Statistics of parts of the engine.
+    disk: DiskStats | None = None  # statistics of the prefix cache on disk; None: it is not kept on disk
+    grammars: GrammarStats = field(default_factory=GrammarStats)  # statistics of the grammars
 
     def after(self, before: "Stats") -> "Stats":
-        """The same, with totals that go on from those of an earlier run."""
+        """Adds the totals of an earlier run of the engine.
+
+        Args:
+            before: statistics of the earlier run.
+
+        Returns:
+            The present state of this run, and the totals of both.
+        """
         totals = {name: getattr(self, name) + getattr(before, name) for name in TOTALS}
         step_sizes = tuple(now + then for now, then in zip(self.step_sizes, before.step_sizes, strict=True))
         speculation = self.speculation
@@ -71,7 +79,12 @@ TOTALS = (
 
 
 class StepCounts:
-    """The steps that a core has run, and what its scheduler knows beside them."""
+    """Counts the steps of a core, and combines the counts with those of its scheduler.
+
+    Args:
+        scheduler: the core's scheduler.
+        memory_plan: holds the number of KV blocks.
+    """
 
     def __init__(self, scheduler: Scheduler, memory_plan: MemoryPlan) -> None:
         self._scheduler, self._memory_plan = scheduler, memory_plan
@@ -80,7 +93,12 @@ class StepCounts:
         self._sizes = [0] * (len(STEP_TOKENS) + 1)
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens has ended, which took so long."""
+        """Counts a step that has ended.
+
+        Args:
+            num_tokens: number of its tokens.
+            seconds: time that it took.
+        """
         self._steps += 1
         self._tokens += num_tokens
         self._busy_s += seconds
@@ -94,7 +112,14 @@ class StepCounts:
         disk: DiskStats | None = None,
         grammars: GrammarStats | None = None,
     ) -> Stats:
-        """Its numbers may be a step apart from each other, where another thread runs the steps."""
+        """Creates the statistics; the numbers may be one step apart from each other if another thread runs the steps.
+
+        Args:
+            generated_tokens: number of tokens of answers since the start.
+            speculation: statistics of draft tokens.
+            disk: statistics of the prefix cache on disk.
+            grammars: statistics of the grammars.
+        """
         scheduler = self._scheduler
         blocks = zip(scheduler.num_free_blocks, self._memory_plan.num_blocks, strict=True)
         return Stats(

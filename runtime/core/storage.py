@@ -1,4 +1,4 @@
-"""What an engine tells others about its prefix cache, and what it keeps of it on disk."""
+"""Opens the KV events and the disk store of an engine's prefix cache."""
 
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,19 @@ from enginewright.runtime.step.step_cost import StepCost
 
 
 def open_kv_events(engine: Engine, config: RuntimeConfig, scheduler: Scheduler) -> KvEventSender | None:
-    """Begins to send what enters and leaves the prefix cache; None where the limits do not ask for it.
+    """Starts to send events of blocks that enter and leave the prefix cache.
+
+    Args:
+        engine: the engine.
+        config: limits, with the address in `kv_events`.
+        scheduler: reports the blocks.
+
+    Returns:
+        The sender; None if `kv_events` is not set.
 
     Raises:
-        UsageError: the engine has no prefix cache.
+        EngineError: pyzmq is not installed.
+        UsageError: the engine has no prefix cache, or the address is not available.
     """
     if config.kv_events is None:
         return None
@@ -41,10 +50,18 @@ def open_disk(
     step_cost: StepCost | None,
     prompt_cost: PromptCost,
 ) -> DiskStore | None:
-    """Begins to keep the prefix cache on disk; None where the limits do not ask for it.
+    """Starts to keep the prefix cache on disk.
 
     Args:
-        step_cost: of the model; has to be there if the limits ask for a disk.
+        engine: the engine.
+        config: limits, with the size on disk in `kv_cache_disk`.
+        executor: runs the model, and reads and writes its KV blocks.
+        scheduler: saves blocks, and reads them for waiting sequences.
+        step_cost: time of the model's steps; required if `kv_cache_disk` is set.
+        prompt_cost: cost of prompt tokens by position.
+
+    Returns:
+        The disk store; None if `kv_cache_disk` is not set.
 
     Raises:
         UsageError: the engine has no prefix cache.
@@ -62,7 +79,7 @@ def open_disk(
 
 
 def _shared_block_size(option: str, config: RuntimeConfig, scheduler: Scheduler) -> int:
-    """Tokens of a block that sequences share. Raises UsageError where they share none."""
+    """Number of tokens of a block that sequences can share. Raises UsageError if they share no blocks."""
     if scheduler.shared_block_size is None:
         why = "sequences of this engine share no blocks" if config.enable_prefix_caching else "nothing is kept"
         raise UsageError(f"{option} goes with a prefix cache", why, "Leave it out, or enable_prefix_caching.")
@@ -70,7 +87,7 @@ def _shared_block_size(option: str, config: RuntimeConfig, scheduler: Scheduler)
 
 
 def _prompt_s(step_cost: StepCost, prompt_cost: PromptCost, first: int, end: int) -> float | None:
-    """Seconds to compute the positions from `first` up to `end` of a prompt; None: no step was measured yet."""
+    """Seconds to compute the positions from `first` up to `end` of a prompt; None if no step was measured yet."""
     if not step_cost.is_measured:
         return None
     return step_cost.of_token * prompt_cost.of(np.arange(first, end, dtype=np.int32))
