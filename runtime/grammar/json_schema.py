@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance can hold a model to them: keywords that it does not have are left out and named."""
+"""Adapts JSON schemas to llguidance: keywords that it cannot enforce are left out of the schema, and listed."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.grammar.schema_bounds import bounded, check_values, join_path
 from enginewright.runtime.grammar.schema_overlap import Overlaps
 
-MAX_COMPILED = 200  # parts of a schema that are compiled to find the one that is wrong
+MAX_COMPILED = 200  # maximum number of parts of a schema that are compiled to find the invalid one
 
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
@@ -23,7 +23,7 @@ DRAFTS = frozenset(
         "http://json-schema.org/draft-04/schema",
     )
 )
-# Keywords that say what is valid, and that llguidance does not have.
+# Keywords that restrict the valid values, and that llguidance does not support.
 UNHELD = frozenset(
     (
         "$dynamicRef",
@@ -44,7 +44,7 @@ UNHELD = frozenset(
         "uniqueItems",
     )
 )
-# Keywords that say nothing of what is valid: annotations, which may hold anything, and marks of what is left out.
+# Keywords that do not restrict the valid values: annotations, and anchors of references that are left out.
 _SILENT = frozenset(
     (
         "$comment",
@@ -64,7 +64,7 @@ _SILENT = frozenset(
         "writeOnly",
     )
 )
-# Keywords that mean nothing without one of these.
+# Keywords that have no effect without one of these.
 _DEPENDENT = {
     "else": ("if",),
     "if": ("else", "then"),
@@ -73,31 +73,34 @@ _DEPENDENT = {
     "then": ("if",),
 }
 _COUNTS = ("minProperties", "maxProperties")
-_ONE = ("additionalItems", "additionalProperties", "items")  # keywords of a schema
-_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")  # of a list of them
-_MAPS = ("$defs", "definitions", "patternProperties", "properties")  # of schemas by name
+_ONE = ("additionalItems", "additionalProperties", "items")  # keywords whose value is a schema
+_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")  # keywords whose value is a list of schemas
+_MAPS = ("$defs", "definitions", "patternProperties", "properties")  # keywords whose value has schemas by name
 _OF_OBJECTS = ("additionalProperties", "patternProperties", "properties", "required", *_COUNTS)
-_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")  # of schemas for the same value
-# Parts of an expression that are no regular language's, or that the regex crate does not have.
+_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")  # keywords of schemas for the same value
+# Parts of a pattern that do not describe a regular language, or that the regex crate does not support.
 _ESCAPE = re.compile(r"\\(?P<escaped>.)|\[(?:\\.|[^\\\]])+\]|(?P<around>\(\?<?[=!])", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Unheld:
-    """A keyword of a schema that no answer is held to."""
+    """A keyword of a schema that is not enforced in answers."""
 
-    path: str  # in the schema, "properties.price.pattern"
-    why: str
+    path: str  # path in the schema, such as "properties.price.pattern"
+    why: str  # reason, for users
 
     def __str__(self) -> str:
         return f"{self.path} cannot be held: {self.why}"
 
 
 def held(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Unheld]]:
-    """A copy of a schema without the keywords that cannot be held, and those.
+    """Copies a schema without the keywords that cannot be enforced.
+
+    Returns:
+        The copy, and the keywords that it leaves out.
 
     Raises:
-        UsageError: it is about integers that cannot be held exactly, or nested too deeply.
+        UsageError: the schema has integers that cannot be enforced exactly, or is nested too deeply.
     """
     holder = _Holder(schema)
     try:
@@ -107,7 +110,7 @@ def held(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[Unheld]]:
 
 
 def held_whole(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a schema for llguidance. Raises UsageError where a keyword of it cannot be held."""
+    """Copies a schema for llguidance. Raises UsageError if one of its keywords cannot be enforced."""
     copy, left_out = held(schema)
     if left_out:
         raise UsageError(str(left_out[0]))
@@ -115,11 +118,15 @@ def held_whole(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fault(schema: Mapping[str, Any], reason: str, find_error: Callable[[dict[str, Any]], str]) -> str:
-    """The path of the innermost part of a schema that cannot be compiled.
+    """Finds the innermost part of a schema that cannot be compiled.
 
     Args:
+        schema: the schema.
         reason: the reason why the schema cannot be compiled.
-        find_error: takes a schema; the reason why it cannot be compiled, or an empty text.
+        find_error: takes a schema, and returns the reason why it cannot be compiled, or an empty text.
+
+    Returns:
+        The path of the part; empty for the schema itself.
     """
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     path, inner, num_left = "", schema, MAX_COMPILED
@@ -134,7 +141,7 @@ def fault(schema: Mapping[str, Any], reason: str, find_error: Callable[[dict[str
 
 
 def _parts(schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The schemas in a schema, and their paths."""
+    """Yields the paths of the schemas directly inside a schema, and these schemas."""
     for key, value in schema.items():
         path = join_path(where, key)
         found: Iterable[tuple[str, Any]] = ()
@@ -155,11 +162,16 @@ class _Holder:
         self._overlaps = Overlaps(root)
 
     def copy(self, schema: Any, where: str, *, is_merged: bool = False) -> Any:
-        """Raises UsageError where it is about integers that cannot be held exactly.
+        """Copies a schema in the schema.
 
         Args:
+            schema: a schema, which may also be True or False.
             where: its path.
-            is_merged: another schema is for the same value, so that what properties it has is not known here.
+            is_merged: true if another schema applies to the same value, so that the properties of the value are not
+                all known here.
+
+        Raises:
+            UsageError: the schema has integers that cannot be enforced exactly.
         """
         if not isinstance(schema, Mapping):
             return schema
@@ -204,7 +216,15 @@ class _Holder:
     def _copy_one_of(
         self, copy: dict[str, Any], schemas: Sequence[Any], schema: Mapping[str, Any], path: str, *, is_merged: bool
     ) -> None:
-        """Copy it as anyOf, which means the same where no value matches two schemas."""
+        """Copies a oneOf as anyOf, which means the same if no value matches two of its schemas.
+
+        Args:
+            copy: the copy of `schema` so far, which gets the anyOf.
+            schemas: the schemas of the oneOf.
+            schema: the schema with the oneOf.
+            path: path of the oneOf.
+            is_merged: true if other schemas or keywords apply to the same value.
+        """
         if not self._overlaps.are_apart(schemas):
             why = "a value may match two of its schemas, or too many would have to be compared; it is taken as anyOf"
             self.left_out.append(Unheld(path, why))
@@ -216,7 +236,10 @@ class _Holder:
 
 
 def _without_unevaluated(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema whose unevaluated entries are its additional ones, where no other schema evaluates any."""
+    """Replaces unevaluatedItems and unevaluatedProperties by items and additionalProperties, if they mean the same.
+
+    They do if no other schema applies to the same value.
+    """
     if any(key in schema for key in (*_IN_PLACE, "$dynamicRef", "$recursiveRef", "contains", "dependentSchemas", "if")):
         return schema
     names = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalProperties"}
@@ -224,7 +247,14 @@ def _without_unevaluated(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _why_unheld(key: str, value: Any, schema: Mapping[str, Any], *, is_merged: bool) -> str | None:
-    """The reason why a keyword cannot be held; None: it can."""
+    """Reason why a keyword cannot be enforced; None if it can.
+
+    Args:
+        key: the keyword.
+        value: its value.
+        schema: the schema with the keyword.
+        is_merged: true if another schema applies to the same value.
+    """
     if key in UNHELD:
         return f"no grammar is made of {key}"
     if key == "format" and isinstance(value, str) and value not in FORMATS and _may_be(schema, "string"):
@@ -239,7 +269,7 @@ def _why_unheld(key: str, value: Any, schema: Mapping[str, Any], *, is_merged: b
 
 
 def _says_something(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """False if a keyword changes nothing of what is valid."""
+    """True if a keyword restricts the valid values."""
     if key in _SILENT or (key in _DEPENDENT and not any(other in schema for other in _DEPENDENT[key])):
         return False
     if key in UNHELD and (value is (key != "uniqueItems") or value == {}):
@@ -252,37 +282,40 @@ def _says_something(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _names(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The names of its properties, or of those that it requires."""
+    """Names of the properties in the value of `properties` or `required`."""
     given = schema.get(key)
     names = given if isinstance(given, Mapping | list | tuple) else ()
     return frozenset(name for name in names if isinstance(name, str))
 
 
 def _is_closed(schema: Mapping[str, Any]) -> bool:
-    """True if it has no properties but those that are named."""
+    """True if a schema allows no properties other than the named ones."""
     return schema.get("additionalProperties") is False and "patternProperties" not in schema
 
 
 def _is_count(schema: Mapping[str, Any]) -> bool:
-    """True if llguidance counts properties: all that are named are required, or one may or must come besides those."""
+    """True if llguidance can enforce the number of properties.
+
+    It can if all named properties are required, or if at most one more property may or must follow the required ones.
+    """
     required = _names(schema, "required")
     if _names(schema, "properties") <= required:
         return True
     counts = schema.get("minProperties", 0), schema.get("maxProperties", len(required) + 1)
     if not all(isinstance(count, int | float) for count in counts):
-        return True  # llguidance says what is wrong
+        return True  # llguidance reports the error
     return _is_closed(schema) and counts[0] <= len(required) + 1 == counts[1]
 
 
 def _is_multiple(value: float) -> bool:
-    """True if llguidance reads it, which computes so, and has 32 bits for the digits."""
+    """True if llguidance can read this multipleOf: it shifts out the decimals in the same way, and has 32 bits."""
     while value % 1 and abs(value) < 2**32:
         value *= 10.0
     return abs(value) < 2**32
 
 
 def _why_no_pattern(pattern: str) -> str | None:
-    """The reason why no automaton matches a pattern; None: none is known."""
+    """Reason why a pattern cannot be an automaton; None if no such reason is known."""
     for found in _ESCAPE.finditer(pattern):
         if found["around"]:
             return "it has a look-around"

@@ -1,35 +1,41 @@
-"""A bound on the digits of JSON's numbers: without it, a weak model writes 0.3333… until its tokens end.
+"""A limit on the digits of JSON numbers. Without it, a weak model may write 0.3333… until it reaches its max_tokens.
 
-llguidance has none, so it is of the mask: digits that are too many are taken out of it.
+llguidance has no such limit, so the mask enforces it: tokens with too many digits are removed from the mask.
 """
 
 import re
 from collections.abc import Sequence
 from typing import Protocol
 
-MAX_DIGITS = 20  # in a row. 64 bits take 19, a double 17
-MAX_EXPONENT_DIGITS = 3
+MAX_DIGITS = 20  # consecutive digits; an integer of 64 bits has up to 19, a double needs 17
+MAX_EXPONENT_DIGITS = 3  # digits of an exponent
 _DIGITS = b"0123456789"
-# First bytes of the tokens, besides digits and special tokens, that may come in a number or after it, in JSON and in
-# the forms of calls. Where something else may come, such as a quote or a letter, the digits are those of a text.
+# First bytes of tokens, other than digits and special tokens, that may continue or follow a number, in JSON and in the
+# formats of tool calls. If the mask allows any other token, such as a quote or a letter, the digits belong to a text.
 _OF_NUMBERS = b"+-.Ee,)]}< \t\r\n"
 _LAST_DIGITS = re.compile(rb"([Ee][+-]?)?([0-9]*)\Z")
-_MAX_BEFORE = MAX_DIGITS + 2  # bytes that are looked at
+_MAX_BEFORE = MAX_DIGITS + 2  # bytes before the mask's token that are read
 
 
 class Vocabulary(Protocol):
     """The part of llguidance's LLTokenizer that is used here."""
 
-    vocab_size: int
+    vocab_size: int  # number of tokens
 
-    def decode_bytes(self, tokens: list[int]) -> bytes: ...
-    def is_special_token(self, token: int) -> bool: ...
+    def decode_bytes(self, tokens: list[int]) -> bytes:
+        """Bytes of the text of tokens."""
+        ...
+
+    def is_special_token(self, token: int) -> bool:
+        """True if a token stands for no text."""
+        ...
 
 
 class NumberDigits:
-    """Tokens of digits, taken out of a mask where others are left, so that an answer stays valid and can go on.
+    """Removes tokens with too many digits from masks, if other tokens remain, so that an answer can always continue.
 
-    A number that is not complete may have more, such as the constant 1e-40, which is written without an exponent.
+    Where the grammar leaves no other token, a number gets more digits, such as the constant 1e-40, which is written
+    without an exponent.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -42,15 +48,19 @@ class NumberDigits:
                 bits[token // 8] |= 1 << token % 8
             if not num_digits and text[:1] not in _OF_NUMBERS and not vocabulary.is_special_token(token):
                 others[token // 8] |= 1 << token % 8
-        # As numbers whose bits are tokens; those at n begin with more than n digits.
+        # Masks as integers with one bit per token. Tokens of the mask at index n begin with more than n digits.
         self._longer = [int.from_bytes(bits, "little") for bits in longer]
         self._others = int.from_bytes(others, "little")
 
     def bounded(self, mask: memoryview, tokens: Sequence[int]) -> memoryview:
-        """A mask without what would make a number too long.
+        """Removes the tokens that would make a number too long.
 
         Args:
-            mask: of what a grammar allows after the tokens.
+            mask: the tokens that a grammar allows next, one bit per token.
+            tokens: the tokens of the answer so far.
+
+        Returns:
+            The mask itself if nothing is removed, else a new one.
         """
         text = self._vocabulary.decode_bytes(list(tokens[-_MAX_BEFORE:]))[-_MAX_BEFORE:]
         found = _LAST_DIGITS.search(text)

@@ -1,8 +1,8 @@
-"""Bounds in JSON schemas as llguidance can hold them, and where a schema sets none.
+"""Adapts the bounds in JSON schemas to llguidance, and adds bounds where a schema has none.
 
-It computes with float64, so numbers are held only where they stay exact. Integers, times and addresses get
-bounds where a schema has none, since a weak model may write digits or letters until its tokens end; those of a number's
-digits are the mask's (number_digits.py).
+llguidance computes with float64, so bounds are enforced only if they stay exact. Integers, times and addresses get
+bounds where a schema has none, since a weak model may write digits or letters until it reaches its max_tokens. The mask
+limits the digits of other numbers (number_digits.py).
 """
 
 import re
@@ -16,14 +16,14 @@ from enginewright.runtime.grammar.number_digits import MAX_DIGITS
 
 # llguidance reads an integer as float64, and computes with it in 64 bits.
 MAX_INTEGER = 2**63 - 1
-MIN_INTEGER = -(2**63 - 1024)  # the least one that float64 and the negation of it in 64 bits have
-MIN_ROUNDED_RANGE = 2**53  # integers in a range whose ends may be moved inward by rounding
-MIN_NUMBER = 10.0**-MAX_DIGITS  # the least one above zero that has a bound and so no exponent
-MAX_POWER = 308  # of ten, which is a double
-MAX_COUNT = 2**31 - 1  # of characters, entries or properties; llguidance reads no more than 64 bits
+MIN_INTEGER = -(2**63 - 1024)  # smallest integer that is exact in float64, and whose negation has 64 bits
+MIN_ROUNDED_RANGE = 2**53  # minimum number of integers in a range whose ends may be moved inward by rounding
+MIN_NUMBER = 10.0**-MAX_DIGITS  # smallest bound above zero; numbers with bounds are written without an exponent
+MAX_POWER = 308  # largest power of ten that is a double
+MAX_COUNT = 2**31 - 1  # maximum count of characters, entries or properties; llguidance reads no more than 64 bits
 
-# Characters of texts whose format has no end: nine digits and a time zone take 35 of a date-time, RFC 5321 has 254 for
-# an address, RFC 1035 has 253 for a host.
+# Maximum characters of texts whose format has no limit. A date-time with nine decimals and a time zone has 35, an
+# address has up to 254 by RFC 5321, and a host name up to 253 by RFC 1035.
 MAX_FORMAT_CHARS: Mapping[str, int] = {
     "date-time": 40,
     "time": 28,
@@ -40,13 +40,26 @@ _PLAIN_NAME = re.compile(r"[\w$-]+", re.ASCII)
 
 
 def join_path(where: str, key: str) -> str:
-    """The path of a keyword of a schema, or of a property."""
+    """Path of a keyword of a schema, or of a property.
+
+    Args:
+        where: path of the schema; empty for the outermost one.
+        key: the keyword, or the name of the property.
+    """
     name = key if _PLAIN_NAME.fullmatch(key[:65]) else ascii(key[:64])
     return f"{where}.{name}" if where else name
 
 
 def check_values(schema: Mapping[str, Any], where: str) -> None:
-    """Raises UsageError for a constant of a schema that llguidance would write as another number."""
+    """Checks the constants of a schema.
+
+    Args:
+        schema: the schema.
+        where: its path.
+
+    Raises:
+        UsageError: llguidance would write a constant as another number.
+    """
     for key in ("const", "enum"):
         for number in _numbers(schema.get(key)):
             why = None
@@ -59,7 +72,15 @@ def check_values(schema: Mapping[str, Any], where: str) -> None:
 
 
 def bounded(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """A schema with bounds where it sets none. Raises UsageError for bounds that cannot be held."""
+    """Copies a schema with bounds that llguidance can enforce, also where it has none.
+
+    Args:
+        schema: the schema.
+        where: its path.
+
+    Raises:
+        UsageError: it has bounds that cannot be enforced.
+    """
     schema = _counted(schema)
     types = schema.get("type")
     types = [types] if isinstance(types, str) else types if isinstance(types, list | tuple) else []
@@ -76,7 +97,10 @@ def bounded(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _counted(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose counts llguidance can read: 2.0 is 2, and no answer is as long as the largest."""
+    """Copies a schema with counts that llguidance can read: 2.0 becomes 2, and no count is above MAX_COUNT.
+
+    No answer reaches MAX_COUNT, so the smaller count changes nothing.
+    """
     counts = {key: schema[key] for key in _COUNTS if key in schema}
     for key, value in counts.items():
         if isinstance(value, float) and value.is_integer():
@@ -86,11 +110,11 @@ def _counted(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """The numbers in a decoded value."""
+    """Yields the numbers in a decoded JSON value."""
     rest = [value]
     while rest:
         one = rest.pop()
-        if isinstance(one, str):  # most often, and to ask about Mapping takes long
+        if isinstance(one, str):  # the most frequent case; the check for a Mapping is slow
             continue
         if isinstance(one, int | float) and not isinstance(one, bool):
             yield one
@@ -101,7 +125,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _is_exact(number: int | float) -> bool:
-    """True if llguidance writes this number where it is a constant or a bound."""
+    """True if llguidance keeps this number exactly as a constant or a bound."""
     if isinstance(number, float) and not number.is_integer():
         return True
     return MIN_INTEGER <= number <= MAX_INTEGER and int(float(number)) == number
@@ -110,19 +134,19 @@ def _is_exact(number: int | float) -> bool:
 class _Range(NamedTuple):
     """The bounds of a schema's numbers."""
 
-    least: float | None
-    most: float | None
-    below: float | None  # excluded
-    above: float | None  # excluded
+    least: float | None  # minimum
+    most: float | None  # maximum
+    below: float | None  # exclusiveMinimum
+    above: float | None  # exclusiveMaximum
 
 
 def _range(schema: Mapping[str, Any]) -> _Range | None:
-    """None: one of the bounds is no number, and llguidance says so."""
+    """Reads the bounds of a schema; None if one is not a number, which llguidance reports as an error."""
     least, most, below, above = (schema.get(key) for key in _BOUNDS)
     is_bound = all(value is None or isinstance(value, int | float) for value in (least, most, below, above))
     if not is_bound or isinstance(least, bool) or isinstance(most, bool):
         return None
-    # In draft 4, exclusiveMinimum is true or false, and says how minimum is meant.
+    # In draft 4, exclusiveMinimum is true or false, and says if minimum itself is excluded.
     if isinstance(below, bool):
         below = least if below else None
     if isinstance(above, bool):
@@ -137,10 +161,11 @@ def _with_range(schema: Mapping[str, Any], least: float, most: float) -> dict[st
 
 
 def _bounded_number(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """A schema of numbers whose digits have an end.
+    """Copies a schema of numbers with bounds that limit the number of digits.
 
-    Above an excluded bound there might be any number of zeros, as in 3.000…1, so the next double is the bound.
-    A multiple might have any number of digits before one that makes it a multiple.
+    After an excluded bound, a number could have any number of zeros, as in 3.000…1, so the bound becomes the next
+    double, included. A multiple could have any number of digits before those that make it a multiple, so a schema with
+    multipleOf gets a minimum and a maximum.
     """
     given = _range(schema)
     if given is None:
@@ -160,7 +185,12 @@ def _bounded_number(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _inward(bound: float, toward: float) -> float:
-    """The first double from a bound on that can be written without an exponent, and is not read as one beyond it."""
+    """First double, from a bound inward, that can be written without an exponent and is not read as one outside.
+
+    Args:
+        bound: the bound.
+        toward: inf for a minimum, -inf for a maximum.
+    """
     if 0 < abs(bound) < MIN_NUMBER:
         return copysign(MIN_NUMBER, toward) if (bound > 0) == (toward > 0) else 0.0
     near = bound
@@ -170,7 +200,7 @@ def _inward(bound: float, toward: float) -> float:
 
 
 def _as_read(number: float) -> float:
-    """The number that llguidance makes of this one's digits: as serde_json, it computes with doubles."""
+    """Number that llguidance reads from the digits of this one; like serde_json, it computes with doubles."""
     sign, digits, exponent = Decimal(repr(number)).as_tuple()
     assert isinstance(exponent, int), "JSON has no infinite numbers"
     found = float("".join(map(str, digits)))
@@ -193,7 +223,7 @@ def _bounded_integer(schema: dict[str, Any], where: str) -> dict[str, Any]:
     low, high = max(lows), min(highs)
     is_beyond = low > MAX_INTEGER or high < MIN_INTEGER
     if low > high and not is_beyond:
-        return schema  # llguidance says that no integer is in it
+        return schema  # llguidance reports that the range has no integer
     least, most = _up(low), _down(high)
     if is_beyond or ((least, most) != (low, high) and most - least < MIN_ROUNDED_RANGE):
         path = join_path(where, next(key for key in _BOUNDS if schema.get(key) is not None))
@@ -202,7 +232,7 @@ def _bounded_integer(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _up(bound: int) -> int:
-    """The least integer that is exact and not below a bound; MAX_INTEGER if there is none."""
+    """Smallest integer that is exact in float64 and not below a bound; MAX_INTEGER if there is none."""
     if not MIN_INTEGER < bound < MAX_INTEGER:
         return min(max(bound, MIN_INTEGER), MAX_INTEGER)
     near = float(bound)
@@ -210,7 +240,7 @@ def _up(bound: int) -> int:
 
 
 def _down(bound: int) -> int:
-    """The largest integer that is exact and not above a bound; MIN_INTEGER if there is none."""
+    """Largest integer that is exact in float64 and not above a bound; MIN_INTEGER if there is none."""
     if not MIN_INTEGER < bound < MAX_INTEGER:
         return min(max(bound, MIN_INTEGER), MAX_INTEGER)
     near = float(bound)

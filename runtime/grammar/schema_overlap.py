@@ -1,6 +1,6 @@
-"""Schemas that no value matches two of, as far as it can be shown.
+"""Proves, where possible, that no value matches two of a list of JSON schemas, so that oneOf means the same as anyOf.
 
-llguidance shows it of `oneOf` without references alone, and refuses all others.
+llguidance proves this only for a `oneOf` without references, and refuses all others.
 """
 
 import json
@@ -10,30 +10,30 @@ from math import inf
 from typing import Any
 from urllib.parse import unquote
 
-MAX_COMPARISONS = 2000  # in a schema
+MAX_COMPARISONS = 2000  # maximum number of comparisons for one outermost schema
 _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _NUMBERS = frozenset(("integer", "number"))
 
-# A value matches a schema if it matches all of one of its alternatives.
+# A list of schemas that all apply to a value. A value matches a schema if it matches one of the schema's alternatives.
 Alternative = tuple[Mapping[str, Any], ...]
 
 
 class Overlaps:
-    """Compares the schemas in a schema.
+    """Compares the schemas inside a schema.
 
     Args:
-        root: the schema that references are in.
+        root: the outermost schema, in which references are resolved.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root, self.num_compared = root, 0
 
     def are_apart(self, schemas: Sequence[Any]) -> bool:
-        """True if it is shown that no value matches two of these."""
+        """True if it is proved that no value matches two of these schemas."""
         try:
             every = [self._alternatives(schema) for schema in schemas]
             return self._have_tags(every) or all(self._apart(one, other) for one, other in combinations(every, 2))
-        except (_TooManyError, RecursionError):  # of references in a circle
+        except (_TooManyError, RecursionError):  # RecursionError: circular references
             return False
 
     def _alternatives(self, schema: Any) -> list[Alternative]:
@@ -57,7 +57,7 @@ class Overlaps:
         return found
 
     def _target(self, reference: Any) -> Any:
-        """The schema that a reference is to; True, which all values match, where it is not in the root."""
+        """Schema that a reference names; True, which all values match, if it is not in the root."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return True
         found: Any = self._root
@@ -66,7 +66,13 @@ class Overlaps:
         return True if found is None else found
 
     def _have_tags(self, every: Sequence[Sequence[Alternative]]) -> bool:
-        """True if all are objects with one property whose values tell them apart; it takes no comparisons of pairs."""
+        """True if all schemas are objects with a common property whose values tell them apart.
+
+        This check compares no pairs, so it also succeeds for long lists.
+
+        Args:
+            every: the alternatives of each schema.
+        """
         alternatives = [alternative for one in every for alternative in one]
         if not alternatives or any(_types(one) != {"object"} for one in alternatives):
             return False
@@ -110,7 +116,7 @@ class Overlaps:
         return False
 
     def _count_values(self, *lists: Sequence[Any] | None) -> None:
-        """A comparison, and as many more as lists of values take time."""
+        """Counts one comparison, and more for long lists of values, which take more time."""
         self._count(1 + sum(len(one) for one in lists if one is not None) // 8)
 
     def _count(self, number: int = 1) -> None:
@@ -124,7 +130,7 @@ class _TooManyError(Exception):
 
 
 def _types(alternative: Alternative) -> frozenset[str]:
-    """The types that a value may have; a number that is whole is an integer."""
+    """Types that a value may have; a whole number counts as an integer."""
     found = _TYPES
     for schema in alternative:
         given = schema.get("type")
@@ -151,7 +157,7 @@ def _type_of(value: Any) -> str:
 
 
 def _values(alternative: Alternative) -> Sequence[Any] | None:
-    """Values that it must be one of; None: they are not listed."""
+    """Values that an alternative allows; None if it does not list them."""
     for schema in alternative:
         if "const" in schema:
             return [schema["const"]]
@@ -161,7 +167,7 @@ def _values(alternative: Alternative) -> Sequence[Any] | None:
 
 
 def _text(value: Any) -> str:
-    """The same for equal values."""
+    """Text of a value that is the same for equal values, such as 1 and 1.0."""
     match value:
         case float() if value.is_integer():
             return str(int(value))
@@ -178,7 +184,7 @@ def _required(alternative: Alternative) -> list[str]:
 
 
 def _property(alternative: Alternative, key: str) -> list[Any]:
-    """The schemas that a property must match all of."""
+    """Schemas of a property, all of which its value must match."""
     return [found for schema in alternative for found in _property_of(schema, key)]
 
 
