@@ -1,7 +1,7 @@
-"""Selects the rows that need logits as early as no other row is needed: right after the last attention.
+"""Selects the rows that need logits as early as possible: right after the last attention, which needs all rows.
 
 Gather(f(x, y), rows) becomes f(Gather(x, rows), Gather(y, rows)) for every f that works row by row. A step that reads a
-prompt then computes the last layer's projection and MLP for one row of it, not for all.
+prompt then computes the last layer's projection and MLP for only one of its rows.
 """
 
 from dataclasses import dataclass

@@ -18,8 +18,8 @@ class PassResult:
     """The result of a pass."""
 
     rewrites: int  # number of changes to the graph
-    refusals: tuple[str, ...] = ()  # reasons why a place that looked fit was left as it was, a sentence each
-    # facts about the engine that users should know, one for each weight or other thing that it is true of
+    refusals: tuple[str, ...] = ()  # sentences on parts of the graph that matched, and why each was left unchanged
+    # facts about the engine that users should know; a fact about several weights is listed once for each
     notes: tuple[str, ...] = ()
 
 
@@ -47,8 +47,9 @@ def run_passes(
     Args:
         model: the graph, which is changed in place.
         passes: the passes.
-        dump_graphs: a folder for one ONNX file a pass, without weights: `00-imported.onnx`, `01-cleanup.onnx`, …
-        watch: called before each pass.
+        dump_graphs: a folder that gets one ONNX file for each pass, without weights: `00-imported.onnx`,
+            `01-cleanup.onnx`, …; None writes none.
+        watch: called with the pass and the graph before each pass; None is not called.
 
     Returns:
         Results by the passes' names; those of a pass that runs twice are added up.
@@ -79,11 +80,11 @@ def run_passes(
 def check_graph(model: ir.Model) -> None:
     """Checks that a graph is valid.
 
-    Every value is written once and before it is read, typed and shaped, and has a name of its own. Every op is known;
-    ours fit their schemas, and their outputs have the types and shapes that these infer.
+    Every value has a type, a shape and a unique name, and is written once, before it is read. Every op is known. Nodes
+    of our own ops fit their schemas, and their outputs have the types and shapes that the schemas infer.
 
     Raises:
-        EngineError: the first node that breaks this.
+        EngineError: the graph is not valid; the message names the first invalid node or value.
     """
     graph = model.graph
     known = {*graph.inputs, *graph.initializers.values()}

@@ -42,7 +42,7 @@ def pipeline(
         target: target of the first graph.
     """
     return [
-        # Standard ONNX, one dense sequence.
+        # These run on standard ONNX, with one dense sequence.
         Cleanup(),
         SortColumns(),
         FuseQkv(),
@@ -72,7 +72,7 @@ def for_target(quant: QuantConfig, kv_dtype: str, target: Target, hidden: ShowHi
         *((hidden,) if hidden else ()),
         Quantize(quant, target),
         FuseSwiGlu(),
-        # Packed tokens of many sequences, KV pools.
+        # From here on, the graph has packed tokens of many sequences, and KV pools.
         ToRagged(kv_dtype, target),
         FuseRopeKvWrite(),
         RoundInProducer(),

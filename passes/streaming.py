@@ -1,8 +1,8 @@
 """Runs a dense graph on texts, node by node: a weight is read when its node runs, and freed after it.
 
-Calibration and the quality gate see a model this way. No more than one weight and the activations that later nodes read
-are in memory, whatever the model's size. Each text is computed by one thread and by itself, so that results depend
-neither on the number of threads nor on the other texts.
+Calibration and the quality gate run a model this way. Memory holds one weight at a time, and the activations that later
+nodes read, whatever the model's size. Each text is computed alone and by one thread, so that results depend neither on
+the number of threads nor on the other texts.
 """
 
 from collections import Counter

@@ -14,7 +14,7 @@ from enginewright.passes.weights import Output, RowReader, RowsTensor
 
 
 class TemporaryTensors:
-    """A temporary file without a name: it is gone when its last reader is closed, or the process dies."""
+    """A temporary file without a name, which is deleted when its last reader is closed, or the process ends."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """Creates the file.

@@ -1,12 +1,16 @@
 """Converts a dense graph [1, T] with past and present to packed tokens of many sequences over KV pools.
 
-This is the only change of dialect. Inputs afterwards, INT32: tokens, positions, token_types [tokens]; query_start
-[sequences + 1]; kv_len [sequences]; logit_rows [logit_rows]; first_rows [sequences], each text's first token; for each
-KV group g, slots.<g> [tokens] and block_table.<g> [sequences, kv_blocks]; for each group of recurrent states, which
-follow the KV groups, state_slots.<g> [sequences]. For each layer, in and out: key_pool.<layer>, value_pool.<layer>
-[slots.<g>, kv_heads, head_dim], as in plugins/attention/kv_write.py, or its states by their names, such as
-conv_pool.<layer>, [state_slots.<g>, …]. Output: logits [logit_rows, V]; of an embedding model a row for each text.
-Hidden states are FLOAT [tokens, columns], as inputs or outputs.
+No other pass changes the form of the graph. Afterwards, it has these inputs, in INT32, as far as its ops read them:
+
+- tokens, positions, token_types [tokens]; query_start [sequences + 1]; kv_len [sequences]; logit_rows [logit_rows];
+  first_rows [sequences], the row of each text's first token;
+- for each KV group g, slots.<g> [tokens] and block_table.<g> [sequences, kv_blocks];
+- for each group g of recurrent states, which follow the KV groups, state_slots.<g> [sequences].
+
+For each layer, it has these inputs, and outputs of the same shape: key_pool.<layer> and value_pool.<layer> [slots.<g>,
+kv_heads, head_dim], as in plugins/attention/kv_write.py, or the layer's states by their names, such as
+conv_pool.<layer> [state_slots.<g>, …]. The main output is logits [logit_rows, V], or a row for each text in an
+embedding model. Hidden states, as inputs or outputs, are FLOAT [tokens, columns].
 """
 
 import json
@@ -139,7 +143,7 @@ class _Switch:
             node: the attention.
             layer: layer whose keys and values it reads.
             group: KV group of that layer.
-            reads: True if another attention writes them.
+            reads: True if another attention writes them, and this one only reads them.
         """
         q, k, v, *masks = node.inputs[:4] if node.op_type == "Attention" else node.inputs[:3]
         sinks = node.inputs[5:] if node.op_type == "WindowAttention" else ()
@@ -262,7 +266,7 @@ class _Switch:
         return int(found["layer"])
 
     def _pool(self, node: ir.Node) -> None:
-        """Replaces a Pool by rows of texts that end in the step, or by means of all texts that are in it."""
+        """Replaces a Pool by a Gather of the first or last rows of texts, or by MeanRows of each text in the step."""
         x, pooling = node.inputs[0], node.attributes["pooling"].as_string()
         assert x is not None and x.dtype is not None and x.shape is not None
         if pooling == "mean":
@@ -286,7 +290,10 @@ class _Switch:
 
 
 def _rows_of(pools: Sequence[ir.Node]) -> ir.SymbolicDim:
-    """Returns the dimension of pooled rows: a chunk has a last row, too, which only the text's last chunk pools."""
+    """Returns the dimension of pooled rows.
+
+    For last rows, it is the number of texts that end in the step, since the last row of an earlier chunk is not pooled.
+    """
     return LOGIT_ROWS if any(node.attributes["pooling"].as_string() == "last" for node in pools) else SEQUENCES
 
 

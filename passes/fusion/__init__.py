@@ -1,0 +1,1 @@
+"""Passes that fuse operations of a graph, so that fewer kernels read and write memory."""

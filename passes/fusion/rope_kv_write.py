@@ -50,7 +50,7 @@ class FuseRopeKvWrite:
 
 
 def _rotate_queries(node: ir.Node) -> bool:
-    """Fuses the rotation of queries without keys; returns if it did."""
+    """Fuses the rotation of queries without keys; returns true if it did."""
     q, _, _, *pools = node.inputs
     rope = made_by(q, "Rope", DOMAIN)
     if rope is None or not only_used_by(rope.outputs[0], node):

@@ -82,7 +82,7 @@ def _can_round(value: ir.Value, producer: ir.Node, to: ir.DataType) -> bool:
 
 
 def _rounding(producer: ir.Node, to: int, group: int, amax: Sequence[ir.Value | None]) -> ir.Node:
-    """Makes the node that computes what `producer` does, and rounds."""
+    """Makes a node that computes the same as `producer`, and rounds its output."""
     plugin = plugin_of(producer)
     if plugin is None:
         epsilon = producer.attributes.get_float("epsilon", 1e-5)
