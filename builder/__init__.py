@@ -1,0 +1,1 @@
+"""The builder: turns a checkpoint into an engine file."""

@@ -29,7 +29,7 @@ def build_model(
         model: A folder, a GGUF file, or the name of a model on the Hugging Face hub.
         config: Options of the build.
         output: The engine file to write. None: MODEL-METHOD.engine in the working directory.
-        draft: What predicts draft tokens, as --draft names it. None: nothing.
+        draft: The source of draft tokens, in the form of --draft. None: no draft tokens.
         dry_run: Computes a forecast of the build; nothing is downloaded or written.
         requires_kv_dtype: Refuses a model that cannot have the KV cache's dtype in `config`. False: such a model gets
             bf16, and the report says so.

@@ -36,7 +36,7 @@ from enginewright.runtime.step.dims import StepCounter
 EVIDENCE_SECTIONS = 2  # goldens and quality report
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
 BASE_BYTES = 300_000_000
-# copies of activations, in the plan's precision, that calibration or the gate holds at once: they are FLOAT there
+# copies of the activations that calibration or the gate needs at once, in bytes of the plan's precision; they use FLOAT
 COPIES = 4
 
 

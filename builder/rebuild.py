@@ -122,7 +122,7 @@ def _read(engine: Path) -> tuple[Manifest, QualityReport]:
 
 @contextmanager
 def _as_usage_errors() -> Iterator[None]:
-    """Gives errors of inputs another exit code than 1, which means that engines differ."""
+    """Turns errors of inputs into UsageErrors, since the exit code 1 means that the engines differ."""
     try:
         yield
     except EngineError as error:
