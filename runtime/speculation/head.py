@@ -1,5 +1,6 @@
-"""Draft heads, which predict from the model's hidden states: MTP layers (builder/models/blocks/mtp.py) and EAGLE-3
-(builder/heads/eagle.py).
+"""Draft heads: small models that predict draft tokens from the hidden states of the model.
+
+They are MTP layers (builder/models/blocks/mtp.py) and EAGLE-3 heads (builder/heads/eagle.py).
 
 Token i of the head's sequence is token i + 1 of the model's, and is read together with the model's hidden state i.
 During a draft run, the head's own hidden states replace the model's. Once the draft tokens are verified, the head reads

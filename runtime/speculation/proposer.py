@@ -57,9 +57,7 @@ class Proposer(ABC):
         """
 
     def catch_up_s(self, sequence: TokenSequence) -> float:
-        """Estimated seconds to process the tokens of a sequence that the proposer has not seen, before its first draft
-        token.
-        """
+        """Estimated seconds to read the unread tokens of a sequence before its first draft token."""
         return 0.0
 
     @property

@@ -174,16 +174,17 @@ class Speculator:
             acceptance.learn(confidence, right)
 
     def _worth(self, runs: Sequence[DraftRun], plain: int) -> float | None:
-        """Seconds that a token is worth: the time per token of the fastest possible step, estimated from the expected
-        confidences before draft tokens are proposed.
+        """Seconds that a token is worth: the time per token of the step with the highest expected throughput.
+
+        It is estimated before draft tokens are proposed, from the expected confidence in each.
 
         Args:
             runs: empty draft runs.
             plain: number of tokens of a step without draft tokens.
 
         Returns:
-            The seconds. None where the fastest step has no draft tokens, or where draft tokens take time to propose and
-            no step was measured yet, so that there is nothing to compare this time with.
+            The seconds. None if this step has no draft tokens, or if draft tokens take time to propose and no step was
+            measured yet, so that there is nothing to compare this time with.
         """
         if any(self._proposer.cost_s) and not self._cost.is_measured:
             return None
