@@ -47,7 +47,7 @@ class PromptChunks:
             tokens: token budget of the prompts.
             rows: budget of rows of logits of the prompts.
             beside: the other tokens of the step.
-            keeps_pace: true if the time of the step is bounded, since a client waits for tokens that it decodes.
+            keeps_pace: true if the cost or time of the step is bounded, since it decodes work other than best effort.
 
         Returns:
             The chunks, at most one for each prompt.

@@ -48,7 +48,10 @@ class SharedPrefixes:
         return None if shared < len(keys) and keys[shared] in self._being_written else keys[:shared]
 
     def divergence_position(self, sequence: TokenSequence) -> int:
-        """Position up to which an earlier sequence has the same tokens, in whole blocks; 0 where it does not matter."""
+        """Position up to which an earlier sequence has the same tokens, in whole blocks.
+
+        It is 0 if the cache takes no snapshots of recurrent states, for which this position is of use.
+        """
         return self._cache.divergence_position(self.keys_of(sequence))
 
     def keys_of(self, sequence: TokenSequence) -> Sequence[bytes]:

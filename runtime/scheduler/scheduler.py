@@ -34,13 +34,14 @@ from enginewright.runtime.step.work_class import BEST_EFFORT
 
 
 class Scheduler:
-    """Plans steps: the most urgent work first, and equally urgent work first come, first served (work_class.py,
-    waiting.py).
+    """Plans steps: the most urgent work first, and equally urgent work first come, first served.
+
+    work_class.py defines what is urgent, and waiting.py the order of waiting sequences.
 
     When KV blocks run out, the latest arrival of the least urgent running work is preempted, and computed again later.
-    Waiting sequences preempt only best-effort work. The first running sequence is never skipped or preempted, and
-    advances in every step. So if all work is equally urgent, a sequence ends within at most as many steps as it and the
-    sequences before it have tokens, counting prompts and answers.
+    Waiting sequences preempt only best-effort work. The first running sequence is never preempted for another running
+    one, and advances in every step unless it is deferred. So if all work is equally urgent, a sequence ends within at
+    most as many steps as it and the sequences before it have tokens, counting prompts and answers.
 
     Args:
         groups: cache groups of the plan.
@@ -144,7 +145,7 @@ class Scheduler:
 
     @property
     def num_restored_tokens(self) -> int:
-        """Number of prompt tokens that were read from disk instead of computed, since the start."""
+        """Number of tokens that were read from disk instead of computed, since the start."""
         return 0 if self._waiting.stored is None else self._waiting.stored.num_tokens
 
     def wait_for_disk(self, seconds: float) -> None:

@@ -86,7 +86,7 @@ class StoredPrefixes:
         """
         if not self._store.is_scanned:
             return False
-        if sequence is not self._sequence or self._reading is None:  # memory loses blocks while it waits for room
+        if sequence is not self._sequence or self._reading is None:  # its blocks may be evicted while it waits
             self._sequence, self._reading = sequence, self._begin(sequence, len(keys))
         return self._reading is None or self._reading.done() or time.monotonic() > self._until
 
