@@ -38,8 +38,8 @@ class Stats:
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     num_preemptions: int = 0  # preemptions of sequences
     computed_tokens: int = 0  # tokens that went through the model, again after a preemption
-    prompt_tokens: int = 0  # prompt tokens of the admitted sequences
-    cached_prompt_tokens: int = 0  # prompt tokens that were in the prefix cache
+    prompt_tokens: int = 0  # prompt tokens of the admitted sequences, counted once for all answers to a prompt
+    cached_prompt_tokens: int = 0  # number of these that were in the prefix cache
     restored_tokens: int = 0  # tokens that were read from disk instead of computed, again after a preemption
     generated_tokens: int = 0  # tokens of answers
     busy_s: float = 0.0  # seconds in which a step was under way
