@@ -102,7 +102,7 @@ class Process:
     received: bytearray = field(default_factory=bytearray)  # bytes of an incomplete frame
     unsent: bytearray = field(default_factory=bytearray)  # bytes that are not sent yet
     is_open: bool = True  # True until the connection is closed
-    is_dropped: bool = False  # True once nobody needs it any more
+    is_dropped: bool = False  # true once it is not needed any more
 
 
 @dataclass(eq=False)
@@ -485,7 +485,7 @@ class GrammarProcesses:
             self._process_ended(process, message.status)
 
     def _fork_server_ended(self) -> None:
-        """Handles the end of the process that forks; its children go on, but their exit status stays unknown."""
+        """Handles the end of the process that forks; its children continue, but their exit status stays unknown."""
         assert self._control is not None and self._fork_server is not None
         self._selector.unregister(self._control)
         self._control.close()

@@ -260,7 +260,7 @@ class Walk:
         return mask
 
     def _mask(self, matcher: LLMatcher, tokens: Sequence[int]) -> memoryview:
-        """The bits of what may come after these; none where that is beyond a limit, the matcher's error then."""
+        """Mask of the tokens that may follow these; empty if it exceeds a limit, which is then the matcher's error."""
         bits = matcher.compute_bitmask()
         if matcher.is_error():  # the bits are those of the end
             return _NOTHING

@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
         ...
 
     def is_special_token(self, token: int) -> bool:
-        """True if a token stands for no text."""
+        """True if a token is a special token, such as an end-of-text token."""
         ...
 
 
