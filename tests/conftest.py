@@ -111,7 +111,7 @@ def smollm2_gguf(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as transformers reads it: a folder, weights rounded to bfloat16."""
+    """Folder of the same model for transformers, with weights rounded to bfloat16."""
     folder = tmp_path_factory.mktemp("smollm2")
     config = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
@@ -126,7 +126,7 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def guesses_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine: a token is worth more than it takes to guess it and to verify it."""
+    """Makes speculation pay on any machine: a token is worth more than the time to draft and to verify it."""
     monkeypatch.setattr(Speculator, "_worth", lambda *_: 1e9)
     monkeypatch.setattr(Speculator, "_is_read_for", lambda *_: True)
 

@@ -107,7 +107,7 @@ def mixed(count: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingPara
 
 
 def test_many_coroutines(engine: Engine) -> None:
-    """Each has the answers it would have alone, at whatever pace it reads, beside others that come and go."""
+    """Each coroutine gets the completions that it would get alone, whatever its pace, while others come and go."""
     prompts, params = mixed(40)
     expected = lone(engine, prompts, params)
 

@@ -151,7 +151,7 @@ def test_an_answer_repeats_its_prompt(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_openais_batch_form(llm: LLM, tmp_path: Path) -> None:
-    """Answers are what the API's own bodies hold, in the order of the lines, beside lines of our form."""
+    """Results hold the API's own bodies, in the order of the lines, also among lines of our form."""
     conversation = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     chat = {"model": "gpt", "messages": conversation, "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2}
     several = {"prompt": ["a", "b c"], "n": 2, "max_tokens": 2, "temperature": 0}

@@ -33,12 +33,17 @@ def texts_of(vocab_size: int) -> list[list[int]]:
 def logits_of(
     engine: Engine, isa: str, which: Sequence[int] = range(len(LENGTHS)), cut: int = 512, together: bool = False
 ) -> list[NDArray[np.float32]]:
-    """Logits behind each text.
+    """Computes the logits after the last token of each text.
 
     Args:
-        which: texts.
-        cut: tokens a step, at most.
-        together: all texts are one batch, by two threads; otherwise each is alone.
+        engine: the engine that computes them.
+        isa: instruction set of the kernels.
+        which: indices of the texts.
+        cut: maximum number of tokens in a step.
+        together: whether all texts are one batch, run by two threads; otherwise each is alone, run by one.
+
+    Returns:
+        One row of logits, [vocabulary], for each text.
     """
     texts = [texts_of(engine.plan.vocab_size)[index] for index in which]
     sequences, threads = (32, 2) if together else (1, 1)

@@ -21,7 +21,7 @@ from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 PROMPT = [5, 77, 31, 200, 9]
 NEW = 12
-Behind = Callable[[Sequence[int], int], SampledToken]  # what comes behind tokens, with so many of the likeliest
+Behind = Callable[[Sequence[int], int], SampledToken]  # next token after some tokens, with that many of the likeliest
 
 
 @cache
@@ -39,7 +39,7 @@ def engine_of(family: str) -> Path:
 def search(
     behind: Behind, width: int, length_penalty: float, early_stopping: EarlyStopping, ends: Sequence[int]
 ) -> list[tuple[list[int], float]]:
-    """Answers and their scores, each step from the whole text."""
+    """Searches with `behind`, which sees the whole text at each step; gives token ids of results, and their scores."""
     found = BeamScorer(width, NEW, length_penalty, early_stopping, ends)
     while found.advance(
         [behind([*PROMPT, *(token.token for token in beam.tokens)], found.num_candidates) for beam in found.beams]

@@ -109,7 +109,7 @@ def test_operations_of_gemms_are_those_of_the_product(engines: Mapping[str, Path
                 assert isinstance(operand, WeightOperand)
                 shape = engine.weight(operand.name)[1].shape
                 assert shape is not None
-                chosen = gemms > 4 * 2  # behind the last attention, only rows whose logits are wanted
+                chosen = gemms > 4 * 2  # after the last attention, only rows whose logits are wanted
                 rows = point.sequences if chosen else point.sequences * point.tokens
                 expected = {"int8_ops": 0, "bf16_ops": 0, "fp32_ops": 0, "kv_bytes": 0}
                 by_fma = isa in ("avx512-vnni", "avx2-vnni", "avx2")

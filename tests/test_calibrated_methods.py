@@ -156,7 +156,7 @@ def test_chosen_codes_leave_less_error_than_the_nearest(group: int, columns: int
 
 
 def test_gptq_is_the_papers_recursion() -> None:
-    """The greedy rounding of column after column, each time solving for the later ones anew, in float64."""
+    """Columns are rounded one after the other; after each, the later ones are solved for again, in float64."""
     columns, config = 20, Int4Gptq(0, act_order=False)
     x, weight = correlated(100, columns), torch.randn(3, columns, generator=torch.Generator().manual_seed(4))
     codes, scale = chosen(config, [x], weight)

@@ -151,7 +151,7 @@ def test_link_within_the_folder(folder: Path) -> None:
 
 
 def test_links_of_the_hubs_cache(sharded: Path, tmp_path: Path) -> None:
-    """A snapshot's files are links into `blobs` beside it. They may go there, and no further."""
+    """A snapshot's files are links into the folder `blobs` of its repository; links that lead elsewhere are refused."""
     repository = tmp_path / "models--owner--Tiny"
     blobs, snapshot = repository / "blobs", repository / "snapshots" / "0123abcd"
     blobs.mkdir(parents=True)
@@ -221,7 +221,7 @@ def test_truncated_or_longer_shard(sharded: Path) -> None:
 
 
 def test_shard_that_shrinks_after_opening(sharded: Path) -> None:
-    """An error, and not the SIGBUS of a mapping behind the file's end."""
+    """An error is raised; a mapping that is read past the file's end would be a SIGBUS."""
     name = "model-00002-of-00002.safetensors"
     checkpoint = open_checkpoint(str(sharded))
     (sharded / name).write_bytes((sharded / name).read_bytes()[:-1])

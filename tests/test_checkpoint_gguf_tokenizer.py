@@ -250,7 +250,7 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     for text in texts(500):
         read = loaded.encode(text, add_special_tokens=False).ids
         assert read == merged(text, tokens, types, prefix), text
-        if not any(token in text for token in USER_DEFINED):  # behind which a prefix is put again
+        if not any(token in text for token in USER_DEFINED):  # after which a prefix is added again
             assert loaded.decode(read, skip_special_tokens=False) == text
     assert ids(tokenizer, "a", add_special_tokens=True)[0] == 1
     assert tokenizer.config["add_bos_token"] is True

@@ -44,7 +44,7 @@ class Attention:
     softcap: float = 0.0
     kv: str = "bf16"  # what the pools hold
     sinks: bool = False
-    lookahead: int = 0  # positions behind its own that a query sees
+    lookahead: int = 0  # positions after its own that a query sees
 
     @property
     def scale(self) -> float:

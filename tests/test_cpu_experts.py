@@ -1,4 +1,4 @@
-"""The kernels of experts, on every instruction set: against float64, and the same bits whoever else has an expert."""
+"""The kernels of experts, on every instruction set: against float64, and the same bits whatever rows an expert has."""
 
 from collections.abc import Sequence
 from itertools import accumulate

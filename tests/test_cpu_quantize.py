@@ -1,4 +1,4 @@
-"""Rows quantized to int8, by themselves and behind a norm, on every instruction set of this machine."""
+"""Rows quantized to int8, alone and after a norm, on every instruction set of this machine."""
 
 import pytest
 import torch

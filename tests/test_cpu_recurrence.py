@@ -1,5 +1,5 @@
 """causal_conv@1, gated_delta@1, selective_state@1 and gated_rms_norm@1 against float64, on every instruction set; the
-same bits however tokens are cut, alone or beside others."""
+same bits however tokens are split into steps, alone or with other sequences."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -168,8 +168,8 @@ def test_rows_of_codes_that_are_not_finite_have_no_scale(isa: str, kv: str) -> N
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_groups_of_4_bits_at_the_limits(isa: str) -> None:
-    """Of 32 numbers: what is not finite loses their group alone, keys' rotation all of a block; equal numbers are kept
-    as they are, and what is too small beside others, or at all, is 0.
+    """In groups of 32 numbers, one that is not finite loses its group alone, and in keys' rotation all of a block.
+    Equal numbers are kept exactly, and numbers that are too small, absolutely or next to others, become 0.
     """
     heads = Heads(1, 1, 64)
     write = Write(heads, 6, 2, "u4")

@@ -30,7 +30,7 @@ def run(op: str, operands: dict[str, Operand], **attributes: float | str) -> Ope
 
 
 def check_outside(out: Operand, rows: int) -> None:
-    """Nothing but the step's rows was written, and of those no more than `padded` columns, zeros behind the last."""
+    """Checks that only the step's rows were written, up to `padded` columns, with zeros after the last column."""
     values, matrix = out.values, out.matrix
     poison = empty(matrix.dtype, matrix.rows, 0, matrix.columns, matrix.stride).values[:1]
     assert (values[:rows, matrix.columns : matrix.padded] == 0).all()

@@ -1,4 +1,4 @@
-"""Whole engines on the emulated GPU: beside their own graph in onnxruntime, and beside the CPU's engine."""
+"""Whole engines on the emulated GPU, against their own graph in onnxruntime, and against the CPU's engine."""
 
 import atexit
 import shutil

@@ -22,7 +22,7 @@ CASES = [
     (Gemm("w8a16", 150, 600, bias=True), (3,)),
     (Gemm("w8a16", 2 * 70, 70, "geglu", to="bf16"), (9, 65)),
     (Gemm("w8a16", 150, 200, bias=True, large=True), (130,)),
-    (Gemm("fp8a16", 35, 530), (2, 65)),  # three outputs behind the last four
+    (Gemm("fp8a16", 35, 530), (2, 65)),  # three outputs after the last four
     (Gemm("fp8a16", 2 * 37, 330, "geglu", group=32, to="bf16"), (5,)),
     (Gemm("fp8a16", 150, 330, bias=True, group=128, large=True), (65,)),
     (W4A16, (1, 7, 32, 65)),

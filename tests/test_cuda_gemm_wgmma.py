@@ -22,7 +22,7 @@ CALLS = [
     (Gemm("bf16", 2 * 37, 30, "geglu", to="bf16", wgmma=True), 66),
     (Gemm("w8a16", 2 * 70, 70, "geglu", to="bf16", wgmma=True), 65),
     (Gemm("w8a16", 270, 200, bias=True, wgmma=True, large=True), 130),
-    (Gemm("fp8a16", 35, 530, wgmma=True), 66),  # three outputs behind the last four
+    (Gemm("fp8a16", 35, 530, wgmma=True), 66),  # three outputs after the last four
     (Gemm("fp8a16", 2 * 37, 330, "geglu", group=32, to="bf16", wgmma=True), 67),
     (Gemm("fp8a16", 150, 330, bias=True, group=128, wgmma=True, large=True), 65),
     (W4A16, 67),

@@ -17,7 +17,7 @@ from tests.test_cpu_recurrence import LENGTHS, ORDER, SLOTS, Arrays, inputs_of, 
 from tests.test_plugins_values import causal_conv, gated_delta, gated_rms_norm, selective_state
 
 TOKENS = linear(tokens=1)
-GAP = 7  # f32 behind a slot's own: those of other layers
+GAP = 7  # f32 after a slot's own, which belong to other layers
 
 
 def binding_of(op: str) -> CudaKernel:

@@ -1,4 +1,4 @@
-"""Sampling on CUDA, in emulation: beside the CPU's, and beside the reference in float64."""
+"""Sampling on CUDA, in emulation: against the CPU's, and against the reference in float64."""
 
 import faulthandler
 import itertools

@@ -231,7 +231,7 @@ def test_weights_of_first_layers_are_on_a_gpu_once(tmp_path: Path) -> None:
 
 
 def test_the_builder_names_what_guesses(tmp_path: Path) -> None:
-    """The engine guesses without being asked to, and not if it is asked not to."""
+    """The engine uses the draft method that the builder named by default, and none where speculation is off."""
     path = tmp_path / "auto.engine"
     build_engine(tiny("target"), CONFIG, path, draft=open_draft("auto"))
     build_engine(tiny("target"), CONFIG, tmp_path / "none.engine")
@@ -320,7 +320,7 @@ def test_gpus_have_a_plan_of_the_draft_too(
 
 
 def test_a_draft_by_the_commands(tmp_path: Path) -> None:
-    """Built beside its model, and asked for guesses."""
+    """A draft model is built into its model's engine, and then used for speculation."""
     model, draft = (str(tiny_checkpoint(tmp_path / name, "llama")) for name in ("model", "draft"))
     path, runner = tmp_path / "both.engine", CliRunner()
     options = ["build", model, "--draft", draft, "--gate", "off", "-o", str(path)]

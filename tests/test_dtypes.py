@@ -1,4 +1,4 @@
-"""The table of dtypes, beside what C++, CUDA, torch and ONNX have of them."""
+"""The table of dtypes, against the dtypes of C++, CUDA, torch and ONNX."""
 
 import re
 from pathlib import Path

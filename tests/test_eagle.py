@@ -47,7 +47,7 @@ def feeds_of(graph: ir.Model, tokens: list[int], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", EAGLE)
 def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
-    """States that the model shows, and guesses from them and from a state of the head's own, behind the others."""
+    """The model's shown states are right, and so are draft tokens from them and from a state of the head's own."""
     head = with_eagle(case, **EAGLE[case])
     tokens = np.random.default_rng(0).integers(3, 300, 23).tolist()
     target = assembled(head)
@@ -73,7 +73,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("guesses_pay")
 def test_a_head_may_have_fewer_positions(tmp_path: Path) -> None:
-    """Beyond them it guesses nothing, whether the prompt is longer or the answer."""
+    """A head drafts nothing past its last position, whether the prompt or the completion gets longer."""
     head, path = with_eagle("llama", layers=(1, 2)), tmp_path / "short.engine"
     folder = head.store(tmp_path / "head", {"max_position_embeddings": 64}, {})
     build_engine(head.checkpoint, CONFIG, path, draft=open_draft(str(folder)))
@@ -89,7 +89,7 @@ def test_a_head_may_have_fewer_positions(tmp_path: Path) -> None:
     assert guessed[1][1] == 0 and min(guessed[1][0], guessed[1][3]) > 10
 
 
-# Keys that published heads have beside those of a tiny one.
+# Keys that published heads have in addition to those of a tiny one.
 SPECFORGE = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "attention_dropout": 0.0,

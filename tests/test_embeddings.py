@@ -56,7 +56,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {"gemma3_text": {"use_bidirectional_atten
 
 @cache
 def checkpoint(family: str, kind: str) -> MemoryCheckpoint:
-    """As a model is saved that has no head, with a layer behind its pooling if that is `first`."""
+    """A checkpoint of a model without a head; for pooling `first`, with a dense layer after it."""
     config = tiny_config(family, **OVERRIDES.get(family, {}))
     model = tiny_model(config, kind=AutoModel)
     stored = dict(MemoryCheckpoint.of(model, config).stored)

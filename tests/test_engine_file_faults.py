@@ -1,7 +1,7 @@
 """A build that fails or is killed, at any call to the system, leaves the folder as it was.
 
 Every call that a build of a small engine makes is made to fail in turn, and a build is killed before and after every
-one of them; with and without unnamed temporary files, over an earlier engine and beside it.
+one of them; with and without unnamed temporary files, over an earlier engine and under another name.
 """
 
 import contextlib

@@ -72,11 +72,14 @@ def check_family(
     change: Callable[[PreTrainedModel], None] = lambda _: None,
     **overrides: Any,
 ) -> None:
-    """Prompts, chunks of them beside each other, and the same bits when a text is alone.
+    """Checks prompts, their chunks in one batch, and that a text alone gives the same bits.
 
     Args:
-        change: of the model's weights.
-        overrides: of its tiny_config.
+        family: the family of a tiny model.
+        quant: its quantization.
+        path: file of the engine that is built.
+        change: changes the model's weights in place.
+        overrides: keys of its tiny_config.
     """
     config = tiny_config(family, **{**ALL_EXPERTS.get(family, {}), **overrides})
     model = tiny_model(config)

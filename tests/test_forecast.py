@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
 
 
-EXACT = [method() for method in METHODS if method is not Auto]  # that has its sizes foreseen, and no more
+EXACT = [method() for method in METHODS if method is not Auto]  # whose sizes are predicted, and no more
 CASES = [("llama", quant) for quant in (*EXACT, Int8Sq(activation_scheme="static"))] + [
     (family, Int4Rtn()) for family in OF_KERNELS if family != "llama"
 ]

@@ -1,4 +1,4 @@
-"""FP8 activations as the gate computes them, beside numpy."""
+"""FP8 activations in the gate's arithmetic, against numpy."""
 
 import ml_dtypes
 import numpy as np

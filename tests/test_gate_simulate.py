@@ -1,4 +1,4 @@
-"""What the gate says of targets that are not at hand: simulated arithmetic beside engines that run."""
+"""The gate's verdict on targets that are not at hand: simulated arithmetic against engines that run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +77,7 @@ SOME_KV_CACHES = ["int8"]  # whose queries are rounded on CPUs
 
 @pytest.mark.parametrize("kv", SOME_KV_CACHES)
 def test_the_simulation_has_the_kv_cache_of_gpus(kv: str) -> None:
-    """Beside the engine on the emulated GPU: nearest with the cache that it has, and queries that stay as they are."""
+    """The simulation is nearest to the engine on the emulated GPU if it has its KV cache and unrounded queries."""
     path, _, kernels = built("llama", "bf16", kv)
     texts = [random_tokens(n, seed=n).tolist() for n in (1, 37)]
     config = BuildConfig(kv_cache_dtype=kv, gate=None)

@@ -97,7 +97,7 @@ def own_bytes(pid: int) -> int:
 
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: next(iter(wanted)))
 def test_masks_are_those_of_llguidance(grammars: Grammars, wanted: dict[str, Any]) -> None:
-    """Those of the tokens that come next, and before that of the same tokens as guesses."""
+    """Masks of the next tokens agree, and so do masks of the same tokens when they are looked at as draft tokens."""
     vocab_size, ends = engine().plan.vocab_size, list(engine().eos_token_ids)
     trie = LLTokenizer(engine().tokenizer.to_json(), vocab_size, ends)
     matcher = LLMatcher(trie, answer(wanted)["source"], log_level=0, limits=LLParserLimits(**PARSER_LIMITS))

@@ -1,4 +1,4 @@
-"""Several tokens a step: guesses, right and wrong ones, change no bit of an answer."""
+"""Several tokens in a step: draft tokens, right and wrong ones, change no bit of a completion."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ ASKED = [
     SamplingParams(seed=1, max_tokens=60, logprobs=2, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=45, repetition_penalty=1.3, frequency_penalty=0.5, ignore_eos=True),
     SamplingParams(seed=2, n=2, max_tokens=40, min_tokens=30, stop_token_ids=list(range(0, VOCAB, 5))),
-    # Queued behind the others; with this seed it ends before the first request does, where none is preempted, so that
+    # Queued after the others. With this seed it ends before the first request does, where none is preempted, so that
     # the first one decides how many steps there are.
     SamplingParams(seed=4, max_tokens=50, stop=["e", "t", "a"], min_tokens=9, allowed_token_ids=list(range(3, 300))),
 ]
@@ -31,7 +31,7 @@ ASKED = [
 
 @pytest.fixture(scope="module", params=["gemma3_text", "qwen3_5_text"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """One with windows, and one with a state that cannot be taken back."""
+    """An engine with windows, and one with a state that cannot be rolled back."""
     config = tiny_config(request.param, tie_word_embeddings=False)
     build_engine(
         MemoryCheckpoint.of(tiny_model(config), config),
@@ -43,10 +43,12 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def answers(engine: Engine, guess: Any = None, **limits: Any) -> tuple[list[tuple[str, list[SampledToken], Any]], int]:
-    """Text, tokens and end of each answer, and how many steps they took.
+    """Generates completions; gives text, tokens and end of each, and the number of steps that they took.
 
     Args:
-        guess: what of an answer's number, its tokens so far; None: no guesses.
+        engine: the engine that generates.
+        guess: draft tokens by a completion's number and its tokens so far; None: no draft tokens.
+        limits: keys of the configuration that differ from LIMITS.
     """
     core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
     prompts = torch.randint(3, 300, (len(ASKED), 21), generator=torch.Generator().manual_seed(5)).tolist()

@@ -1,4 +1,4 @@
-"""Heads guess as they were trained to, and no answer depends on them: those that a model's checkpoint carries, and
+"""Heads draft as they were trained to, and no completion depends on them: those that a model's checkpoint carries, and
 those that come in one of their own.
 """
 
@@ -54,7 +54,7 @@ from tests.helpers.tiny import ALL_EXPERTS, VOCAB_SIZE, MemoryCheckpoint
 CONFIG = BuildConfig(gate=None)
 
 
-CHAINS = (*MTP, *(f"eagle {case}" for case in EAGLE))  # whose guesses follow from those before
+CHAINS = (*MTP, *(f"eagle {case}" for case in EAGLE))  # whose draft tokens depend on earlier ones
 HEADS = (*CHAINS, *(f"medusa {case}" for case in MEDUSA))
 GUESSING = [f"all-experts {case}" if case in ALL_EXPERTS else case for case in CHAINS]
 # One of each form in which heads come, and of each kind of layer; tests/long has the others.
@@ -116,7 +116,7 @@ def test_mtp_graphs_are_what_transformers_computes(family: str) -> None:
 
 
 class Watched:
-    """What heads guess: the tokens before, the position that the head begins at, and the guesses."""
+    """A record of draft tokens by heads: the tokens before, the position that the head begins at, the draft tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[list[int], int, Sequence[int]]] = []
@@ -133,7 +133,7 @@ class Watched:
         monkeypatch.setattr(Speculator, "propose", watched)
 
     def check(self, head: Guesser) -> int:
-        """All guesses are what the head would guess; how many there are."""
+        """Checks that all draft tokens are the head's own choice; gives their number."""
         short = [by for tokens, first, guesses in self.made for by in head.shortfalls(tokens, guesses, first)]
         assert max(short) < tolerances.GUESS_LOGITS
         return len(short)
@@ -142,8 +142,8 @@ class Watched:
 @pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", SOME_GUESSING)
 def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tokens in a chain, behind prompts that are read at once and in chunks, with wrong guesses taken back; and
-    behind what the prefix cache has, where the head begins with what is computed.
+    """Several draft tokens in a chain are right after prompts that are read at once and in chunks, with wrong ones
+    rolled back; and after a prefix from the cache, where the head begins at the first computed position.
     """
     watched = Watched(monkeypatch)
     random = np.random.default_rng(1)
@@ -173,7 +173,7 @@ def test_no_answer_depends_on_heads(case: str) -> None:
 @pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", ["glm4_moe", "eagle llama", "medusa llama"])
 def test_heads_go_on_behind_preemptions(case: str) -> None:
-    """Sequences that are computed anew, from where the prefix cache ends, are guessed for as before."""
+    """Preempted sequences, computed again from where the prefix cache ends, get draft tokens as before."""
     random, path = np.random.default_rng(4), engine_of(case)
     prompts = [random.integers(3, 300, 40).tolist() for _ in range(6)]
     params = [SamplingParams(max_tokens=60, ignore_eos=True, seed=seed) for seed in range(6)]
@@ -191,7 +191,7 @@ def test_heads_go_on_behind_preemptions(case: str) -> None:
 @pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("right", [right_mtp, right_eagle, right_medusa])
 def test_a_head_that_is_right_is_always_right(right: Callable[[], Guesser], tmp_path: Path) -> None:
-    """It says what the model says, by the same noise: that of each token's position, whatever the order of logits."""
+    """A head with the model's own logits is always accepted: both sample with the noise of each token's position."""
     head, path = right(), tmp_path / "right.engine"
     build_engine(head.checkpoint, CONFIG, path, draft=head.draft(tmp_path / "head"))
     with Engine.open(path) as engine:
@@ -199,7 +199,7 @@ def test_a_head_that_is_right_is_always_right(right: Callable[[], Guesser], tmp_
 
 
 def test_states_that_no_guess_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where guesses never pay, the head reads what there is meanwhile; where it has no room for it, it forgets it."""
+    """Where speculation never pays, the head still reads pending states; where it has no memory, it drops them."""
     monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: tokens)
     monkeypatch.setattr(speculator, "PROBING", 0.0)
     counts: list[int] = []
@@ -236,8 +236,8 @@ EMBEDDING = "model.embed_tokens.weight"
     ],
 )
 def test_an_engine_with_heads_is_the_same_model(case: str, shared: set[str], sources: set[str], tmp_path: Path) -> None:
-    """Its logits and answers are those of one without, and weights that both read are stored once. Only a head of the
-    model's own checkpoint guesses without being asked to.
+    """Its logits and completions are those of an engine without heads, and weights that both read are stored once.
+    Only a head of the model's own checkpoint drafts tokens by default.
     """
     head, found = head_of(case), []
     role, carried = head.role, head.role == "mtp"
@@ -309,7 +309,7 @@ def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch:
 
 
 def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emulated one, beside the CPU: the model's states, and what the head makes of them."""
+    """Checks an emulated GPU against the CPU: the model's states, and the head's results for them."""
     kernels: dict[str, Specialization] = {}
     monkeypatch.setattr(build, "code_sections", lambda own, targets: kernels.update(own) or {})
     path, config = tmp_path / "gpu.engine", replace(CONFIG, targets=("cpu", "cuda:sm_80"))
@@ -373,7 +373,7 @@ def test_heads_that_do_not_fit_the_model(
 
 
 def test_what_a_checkpoint_has_decides() -> None:
-    """A second layer is left out, with a note; without any, guesses are looked up; own embeddings are refused."""
+    """A second layer is left out, with a note; without any, prompt lookup drafts; own embeddings are refused."""
 
     def drafted(checkpoint: MemoryCheckpoint) -> Any:
         return add_draft(assemble(checkpoint, CONFIG, Silent()), Automatic(), Silent())

@@ -1,4 +1,4 @@
-"""Models whose layers carry a state beside others that attend: against transformers, and in the runtime."""
+"""Models with layers that carry a state and others that attend: against transformers, and in the runtime."""
 
 import json
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ def test_generated_tokens_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("shift", [0, 100])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_a_shared_beginning_is_computed_once(family: str, shift: int) -> None:
-    """A beginning of 1,000 tokens that 20 requests share: only what comes behind it is computed for each."""
+    """A prefix of 1,000 tokens that 20 requests share is computed once; only what follows is computed for each."""
     beginning, *ends = texts([1000 + shift, *[20] * 20])
     prompts = [beginning + end for end in ends]
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=3, ignore_eos=True)
@@ -174,7 +174,7 @@ def test_a_shared_beginning_is_computed_once(family: str, shift: int) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_a_conversation_goes_on_where_its_prompt_ended(family: str) -> None:
-    """The next turn begins with all of the last one's prompt, to the block; the state behind it was kept."""
+    """The next turn reuses the last one's prompt up to a whole block, because the state after it was kept."""
     (prompt,) = texts([301])
     with LLM(engine_of(family), max_model_len=LONGEST, max_num_seqs=2, threads=1, kv_cache_memory=16 << 20) as llm:
         (first,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)

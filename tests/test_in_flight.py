@@ -67,7 +67,7 @@ def wait_until_idle(llm: LLM) -> None:
 
 def mixed(count: int = 80) -> tuple[list[list[int]], list[SamplingParams]]:
     random = np.random.default_rng(1)
-    lengths = random.integers(1, 40, count).tolist()  # short beside the answers: memory runs out on the way
+    lengths = random.integers(1, 40, count).tolist()  # much shorter than completions: memory runs out on the way
     params = [
         replace(GREEDY, temperature=n % 3 * 0.8, seed=n, max_tokens=int(random.integers(50, 118))) for n in range(count)
     ]

@@ -50,7 +50,7 @@ def tokens_of(deltas: Iterable[Delta]) -> list[int]:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """The engine's thread takes up what it is told within a step."""
+    """Waits until a condition holds: the engine's thread handles calls only at its next step."""
     end = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < end

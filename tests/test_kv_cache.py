@@ -162,7 +162,7 @@ def test_a_prefix_needs_all_blocks_without_a_window_and_the_last_window_with_one
     held = opened(cache, 33, keys)
     assert [len(table.blocks) for table in held] == [8, 8] and [table.dropped for table in held] == [0, 7]
     cache.release(held)
-    # The window's blocks 2 and 3 are taken for something else: a prefix can end before them, or two blocks behind.
+    # The window's blocks 2 and 3 are reused for something else: a prefix can end before them, or two blocks after.
     pool = cache._kinds[1].pool
     for block in (pool.place_of(keys[2]), pool.place_of(keys[3])):
         pool.forget(block, pool._tags[block])

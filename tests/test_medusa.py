@@ -75,8 +75,8 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("case", SOME)
 def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tokens as there are heads, behind prompts that are read at once and in chunks, and behind what the prefix
-    cache has; never more.
+    """Each head drafts one token, after prompts that are read at once and in chunks, and after a prefix from the cache;
+    never are there more draft tokens than heads.
     """
     made: list[tuple[list[int], Sequence[int]]] = []
     guess = Speculator.propose
@@ -101,7 +101,7 @@ def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: 
 
 
 def test_gpus_run_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emulated one, beside the CPU: a row of each head, of one state."""
+    """An emulated GPU agrees with the CPU: for one state, each head gives a row of logits."""
     kernels: dict[str, Specialization] = {}
     monkeypatch.setattr(build, "code_sections", lambda own, targets: kernels.update(own) or {})
     path, config = tmp_path / "gpu.engine", replace(CONFIG, targets=("cpu", "cuda:sm_80"))

@@ -400,7 +400,7 @@ def test_a_call_that_cannot_be_read_is_text(broken: str) -> None:
 
 @pytest.mark.parametrize("name", [*STREAMED, "harmony"])
 def test_arguments_come_as_they_are_written(name: str) -> None:
-    """Behind the name, each character with the one that brings it, and together they are what was written."""
+    """After the name, each character of the arguments comes as soon as it is pushed, and together they are the text."""
     if name == "harmony":
         calls, text, expected = HARMONY, f"{HARMONY_CALL}{_json(ADD)}<|call|>", (("add", ADD),)
     else:

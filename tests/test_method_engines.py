@@ -1,4 +1,4 @@
-"""Engines of every method beside the graph that they were lowered from, in onnxruntime: the same numbers."""
+"""Engines of every method against the graph that they were lowered from, in onnxruntime: the same numbers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def difference(
     monkeypatch: pytest.MonkeyPatch,
     kv_cache_dtype: str = "bf16",
 ) -> float:
-    """relative_error of an engine's logits beside its graph's."""
+    """relative_error of an engine's logits against its graph's."""
     graphs: list[ir.Model] = []
     lower = assembly.lower
     monkeypatch.setattr(assembly, "lower", lambda model, *rest: graphs.append(model.clone()) or lower(model, *rest))

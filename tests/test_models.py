@@ -164,7 +164,7 @@ def reference_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int64]) -> L
     if model.config.model_type.startswith("gemma"):
         for name, scale in model.named_buffers():
             if name.endswith("embed_scale"):
-                scale.copy_(scale.to(torch.bfloat16))  # as it is beside bfloat16 weights
+                scale.copy_(scale.to(torch.bfloat16))  # as it is with bfloat16 weights
     with torch.no_grad():
         return model(torch.from_numpy(tokens), use_cache=False).logits.numpy()  # type: ignore[no-any-return]
 

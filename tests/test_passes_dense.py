@@ -118,7 +118,7 @@ def numpy_weight(name: str, weight: torch.Tensor, quant: QuantConfig) -> list[Ar
 
 
 def numpy_int4(exact: Array, group: int) -> list[Array]:
-    """Run by run: the number of largest magnitude becomes -8, the scale is fitted, codes are chosen anew."""
+    """Quantizes group by group: the number of amax becomes -8, the scale is fitted, codes are chosen again."""
     codes = np.full(exact.shape, 8, np.uint8)
     scales = np.zeros((len(exact), -(-exact.shape[1] // group)), bfloat16)
     for n, g in np.ndindex(scales.shape):
@@ -263,7 +263,7 @@ def test_runs_become_4_bits() -> None:
 
 
 def test_mxfp4_goes_to_the_even_one_of_two_and_is_clipped() -> None:
-    """Runs whose largest number is 6 have the power 1; of a partial run, zeros behind it count for nothing."""
+    """Groups with an amax of 6 have the power 1; zeros that pad a partial group do not count."""
     halfway = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     weight = torch.tensor([[6.0, *halfway, *(-number for number in halfway), *[0.0] * 17, 7.0, 7.0, 7.0, 1.0]])
     codes, scale = Mxfp4().quantize(weight, "weight")

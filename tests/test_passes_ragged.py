@@ -1,4 +1,4 @@
-"""The switch to packed tokens over KV pools, and the passes behind it."""
+"""The switch to packed tokens over KV pools, and the passes after it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from tests.helpers.ragged import GARBAGE, RaggedRun
 
 LENGTHS = {"long": 75, "short": 3, "middle": 41}
 # New tokens of each sequence, in the order in which they are packed: a prefill in chunks (one ends inside a block, one
-# at a block's end), decodes beside it, sequences that come later and that leave.
+# at a block's end), decodes with it, sequences that come later and that leave.
 STEPS: list[dict[str, int]] = [
     {"long": 31},
     {"short": 2, "long": 1},

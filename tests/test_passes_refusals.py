@@ -60,7 +60,7 @@ def bypass(name: str, index: int = 0) -> Spoil:
 
 
 def cap(name: str) -> Spoil:
-    """A soft cap stands behind a value."""
+    """Inserts a soft cap after a value."""
 
     def spoil(model: ir.Model) -> None:
         source = value(model, name)

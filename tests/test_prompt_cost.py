@@ -15,7 +15,7 @@ from tests.helpers.tiny import tiny_checkpoint, tiny_config, tiny_model
 def test_cost_is_that_of_the_models_operations(tmp_path: Path, family: str, windows: tuple[int, ...]) -> None:
     model = tiny_model(tiny_config(family))
     linears = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and name != "lm_head"}
-    # Behind the last attention, no row is computed but those whose logits are wanted.
+    # After the last attention, only rows whose logits are wanted are computed.
     every = [
         one for name, one in linears.items() if "layers.2." not in name or name[-6:] in ("q_proj", "k_proj", "v_proj")
     ]

@@ -1,4 +1,4 @@
-"""Quantized weights as their readers have them, beside what the libraries that packed them restore."""
+"""Quantized weights from our readers, against those that the libraries that packed them restore."""
 
 import json
 from collections.abc import Mapping

@@ -146,7 +146,7 @@ def test_stop_reasons(client: anthropic.Anthropic) -> None:
 
 
 def test_arguments_that_were_cut_off(server: Running, client: anthropic.Anthropic) -> None:
-    """Whoever has the message whole gets them as Anthropic wants arguments that are no JSON."""
+    """A message that is not streamed holds them in Anthropic's form of arguments that are not JSON."""
     count = len(server.llm.engine.tokenizer.encode(CALL[: CALL.index("1}}")], add_special_tokens=False))
     message = client.messages.create(**asked(CALL, tools=TOOLS, max_tokens=count))
     (block,) = message.content

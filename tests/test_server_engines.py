@@ -1,4 +1,4 @@
-"""Several engines behind one server: opened when a request names them, closed when their memory is wanted or idle."""
+"""Several engines in one server: opened when a request names them, closed when idle or when memory is needed."""
 
 import asyncio
 import gc

@@ -50,7 +50,7 @@ def message_of(answer: Answer) -> str:
 
 
 def both(server: Running, strict: Running, path: str, **given: Any) -> str:
-    """The warning of what a body has beside a good one, which a strict server refuses in the same words."""
+    """The warning about keys that are added to a good body; a strict server refuses them in the same words."""
     answer, refused = (one.post(path, {**GOOD[path], **given}) for one in (server, strict))
     assert answer.status == 200, answer.body
     assert refused.status == 400 and message_of(refused) == answer.headers[WARNING], refused.body

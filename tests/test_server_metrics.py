@@ -30,7 +30,7 @@ def server() -> Iterator[Running]:
 
 
 def scrape(server: Running, **headers: str) -> dict[tuple[str, str], float]:
-    """(name, the label beside model_name) → value; the process and the build have a test of their own."""
+    """Reads (name, value of the label other than model_name) → value; the process and the build have own tests."""
     answer = server.ask("GET", "/metrics", headers=headers)
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain; version=")
     values = {}
@@ -289,7 +289,7 @@ def usages(value: Any) -> Iterator[Mapping[str, Any]]:
 
 @pytest.mark.parametrize("path", USAGES)
 def test_usage_says_what_each_phase_took(server: Running, path: str) -> None:
-    """The very times that are counted, which only `/metrics` has beside it."""
+    """The times in `usage` are those that `/metrics` counts."""
     for number, stream in enumerate((False, True), start=1):
         before = scrape(server)
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}

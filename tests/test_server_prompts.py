@@ -40,7 +40,7 @@ def reference(ids: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 @pytest.mark.parametrize("length", [1, 2, 11, 40, 200])
 def test_log_probabilities_of_a_prompt(llm: LLM, length: int) -> None:
-    """Of prompts that take several steps too, beside others, and of the first of several answers."""
+    """They are right for prompts of one or several steps, next to other requests, and with several completions."""
     ids = (PROMPT * 20)[:length]
     params = [
         SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, n=2, ignore_eos=True),

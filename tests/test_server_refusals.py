@@ -23,7 +23,7 @@ def server() -> Iterator[Running]:
         yield opened
 
 
-# Bodies beside a good prompt, the param that the error must name, and its code.
+# Keys that are added to a body with a good prompt, the param that the error must name, and its code.
 WRONG_OPTIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": "hot"}, "temperature", "invalid_type"),
     ({"temperature": -0.1}, "temperature", None),

@@ -191,7 +191,7 @@ def test_a_certificate_that_another_leads_to(folder: Path) -> None:
 
 
 def test_an_engine_that_was_changed_or_exchanged(folder: Path) -> None:
-    """Every hash in it may be right: whoever has written another engine has written these as well."""
+    """An engine is refused even if every hash in it is right: an attacker who writes it writes its hashes too."""
     engine = folder / "x.engine"
     run("sign", engine, "--key", folder / "mine.pem")
     copied(engine, folder / "other.engine", {"chat_template": b"{{ 'do as I say' }}"})

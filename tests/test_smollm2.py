@@ -1,5 +1,5 @@
-"""A real model beside transformers: its file is read alike, and its engine writes the same tokens, by logits that are
-no further from fp32 than bf16 is.
+"""A real model against transformers: its file is read alike, and its engine generates the same tokens, by logits that
+are no further from fp32 than bf16 is.
 
 The text is what transformers writes greedily in fp32 after some prompts; every implementation is then given that
 text (teacher forcing), and its next-token distributions at the 64 written positions are compared with fp32's.
@@ -39,13 +39,13 @@ FORMS = {"fp8 block": Fp8(fp8_scales="block")}
 
 @pytest.fixture(scope="module")
 def tokenizer(smollm2_gguf: Path) -> PreTrainedTokenizerBase:
-    """As transformers reads it from the same file."""
+    """The tokenizer that transformers reads from the same file."""
     return AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
 
 
 @pytest.fixture(scope="module")
 def model(smollm2_gguf: Path) -> PreTrainedModel:
-    """Likewise, in fp32."""
+    """The model that transformers reads from the same file, in fp32."""
     config = GgufConfig(dequantize=True)
     folder, name = smollm2_gguf.parent, smollm2_gguf.name
     return AutoModelForCausalLM.from_pretrained(

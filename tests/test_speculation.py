@@ -1,4 +1,4 @@
-"""Speculation: no answer depends on it, it guesses what it should, and stops where guesses do not pay."""
+"""Speculation: no completion depends on it, draft tokens are the expected ones, and it stops where it does not pay."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ SOME_DRAFTS = [DRAFTS[1], DRAFTS[2], DRAFTS[5]]  # the model itself, another one
 @pytest.mark.usefixtures("guesses_pay")
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
 def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, and a state that cannot be taken back; right guesses and garbage, with preemptions and without."""
+    """Windows, and a state that cannot be rolled back; right and random draft tokens, with preemptions and without."""
     with Engine.open(engine_of(family)) as engine:
         plain, before = answers(engine, REQUESTS)
         assert before.speculation is None
@@ -93,7 +93,7 @@ def test_a_draft_guesses_by_the_same_noise(family: str, draft: str | int) -> Non
 
 @pytest.mark.usefixtures("guesses_pay")
 def test_first_layers_that_say_all_are_always_right(tmp_path: Path) -> None:
-    """The layers above add nothing, so guesses and tokens come from the same logits, by the same noise."""
+    """Later layers add nothing, so draft tokens and tokens are sampled from the same logits with the same noise."""
     model = checkpoint_of("llama")
     silent = tuple(
         f"layers.{layer}.{name}.weight" for layer in (1, 2) for name in ("self_attn.o_proj", "mlp.down_proj")
@@ -121,7 +121,7 @@ def sequence(token_ids: Sequence[int], num_prompt_tokens: int = 1, salt: str = "
 
 
 def lookup(proposer: PromptLookup, *sequences: TokenSequence) -> list[tuple[int | None, list[int]]]:
-    """Levels and guesses."""
+    """The confidence of each sequence and its draft tokens."""
     found: list[tuple[int | None, list[int]]] = []
     for one, level in zip(sequences, proposer.confidences(sequences), strict=True):
         proposer.begin([one])
@@ -220,7 +220,7 @@ def test_guesses_stay_within_a_step_and_an_answer(cost: StepCost) -> None:
 
 
 class Scripted(Proposer):
-    """It says how sure it is with each guess, and takes time."""
+    """A proposer that gives a confidence with each draft token, and has a cost."""
 
     first_rates = (0.8, 0.05, 0.99)
     cost_s = (0.1, 0.02)
@@ -241,17 +241,17 @@ class Scripted(Proposer):
         )
 
     def end(self, sequence: TokenSequence) -> None:
-        """It keeps nothing of a sequence."""
+        """Does nothing: it keeps nothing of a sequence."""
 
     def close(self) -> None:
-        """It runs in nothing."""
+        """Does nothing: it holds no resources."""
 
 
 @pytest.mark.parametrize(
     ("levels", "made", "taken"),
     [
         ((2, 2, 2, 2, 2, 2, 2, 2, 2), 8, 8),  # as many as a step may have
-        ((2, 2, 1, 2, 2), 3, 2),  # nothing is guessed behind what it is not sure of, nor is that verified
+        ((2, 2, 1, 2, 2), 3, 2),  # an unsure token ends the draft, and is not verified
         ((1, 2, 2), 1, 0),
         ((2, 2), 3, 2),  # it has no more
     ],

@@ -111,7 +111,7 @@ def store(model: ir.Model, config: QuantConfig, *names: str) -> None:
 
 
 def test_what_is_stored_quantized_stays_as_it_is() -> None:
-    """Fused, and then taken up by a method that would have rounded it otherwise."""
+    """Weights that are stored quantized are fused, and pass unchanged through a method that would round differently."""
     model = dense_graph("llama")
     config = Int4Rtn(group_size=32, zero_points=True)
     store(model, config, "q_proj", "k_proj", "v_proj")

@@ -22,8 +22,8 @@ DENSE_LOGITS = 2e-5
 # The same with layers that carry a state, from token to token here and in chunks there; measured 2.1e-5.
 HYBRID_LOGITS = 1e-4
 
-# By how much the logits (about ±9) of a token that an engine guesses may fall short of the largest, in fp32: of those
-# that are nearly the same, BFLOAT16 chooses; at most 0.13. With the hidden states of one token before, it is 6.
+# By how much the logits (about ±9) of an engine's draft token may fall short of the largest, in fp32: of those that
+# are nearly the same, BFLOAT16 chooses; at most 0.13. With the hidden states of one token before, it is 6.
 GUESS_LOGITS = 0.3
 
 # The same for a graph exported in fp16: 11 bits, so 5e-4 of a value at each of some thirty roundings; measured 6e-3.
@@ -93,7 +93,7 @@ SCORES = 2e-3
 # it does not depend on, measured 1.1e-3, and 8e-3.
 HYBRID_ENGINE_LOGITS = {"bf16": 2e-3, "w8a8": 2e-2}
 
-# The same with K, V and the queries of attention in int8, or K and V in FP8, beside KV in bf16. A row of a tiny model
+# The same with K, V and the queries of attention in int8, or K and V in FP8, against KV in bf16. A row of a tiny model
 # has 16 numbers, each off by 1/254 of the largest, or 2^-4 of itself, at most: measured 1.1e-4, 1.2e-3. Codes
 # of 4 bits are off by 1/30 of a group's span: 1.3e-2.
 KV_LOGITS = {"i8": 5e-4, "e4m3": 5e-3, "u4": 3e-2}
@@ -107,7 +107,7 @@ HYBRID_CLEAR_MARGIN = 0.5  # of hybrids, whose logits are off by as much more
 # with FP4 (0.668 of the 5), 0.0175 with FP8 weights, 0.0202 with scales by block (0.0220 of the 5).
 SMOLLM2_KL = {"int8-wo": 0.01, "w8a8": 0.012, "int4-rtn": 0.4, "mxfp4": 0.75, "fp8": 0.03, "fp8 block": 0.03}
 
-# The same with bf16 weights, by what the KV cache holds: measured 0.0017, 0.0048, 0.047, beside 0.00016 with bf16 KV.
+# The same with bf16 weights, by what the KV cache holds: measured 0.0017, 0.0048, 0.047, against 0.00016 with bf16 KV.
 # And at how many positions the same token is the likeliest, at least: with int4 KV measured 0.878.
 SMOLLM2_KV_KL = {"int8": 0.003, "fp8": 0.008, "int4": 0.06}
 SMOLLM2_KV_TOP1 = {"int8": 0.95, "fp8": 0.95, "int4": 0.86}
@@ -136,8 +136,8 @@ RECURRENCE_F32 = 3e-6
 # changes logits as bf16 weights do; measured 1.4e-6. A scale that is forgotten in one place gives 7e-4 or more.
 RESCALED_KL = 2e-5
 
-# A weight of a quantized checkpoint beside what its producer restores, over the value: the same code times a scale that
-# is rounded to bf16, and the producer's own rounding of the product to bf16 or fp16.
+# A weight of a quantized checkpoint against the value that its producer restores, relative to it: the same code times
+# a scale that is rounded to bf16, and the producer's own rounding of the product to bf16 or fp16.
 STORED_SCALES = 2.0**-8 * 1.01
 
 # relative_error of all logits, engine against transformers on what a quantized checkpoint stands for: the arithmetic of
@@ -145,11 +145,11 @@ STORED_SCALES = 2.0**-8 * 1.01
 # for each run of columns (4.2e-4) or each token (3.9e-4).
 STORED_LOGITS = {"bf16": 1e-4, "int4": 1e-3, "int8": 1e-3}
 
-# Nats, the quality gate's KL and losses beside double precision: logits around ±40 in fp32, the largest of which is
-# taken off (2^-19 of error each at most, with random signs), summed in double precision; measured 3e-7.
+# Nats, the quality gate's KL and losses against double precision: logits around ±40 in fp32, the largest of which is
+# subtracted (2^-19 of error each at most, with random signs), summed in double precision; measured 3e-7.
 GATE_NATS = 1e-6
 
-# relative_error of all logits, an engine beside its own graph in onnxruntime: the same roundings in the same places,
+# relative_error of all logits, an engine against its own graph in onnxruntime: the same roundings in the same places,
 # but sums in another order and attention's weights in bf16, which turn some of them: measured 1.9e-5 at most with bf16
 # activations, and 2.0e-4 with int8. One row's scale doubled gives 1.6e-3. With KV in FP8, weights are off by 2^-8 at
 # most and no longer add up to one (ATTENTION): 8.5e-5; with KV in int8 1.5e-5;
@@ -169,21 +169,21 @@ ENGINE_GRAPH = {
 # rounding to BF16: engines of 21 families gave 0.5 to 1.24 of it, and 0 in a text's first row, which attends to itself.
 ENGINE_GRAPH_FP8 = 1.5
 
-# An engine on the emulated GPU beside the CPU, where activations or KV have another precision (bf16 in place of int8
-# for 4-bit weights, scales a token in place of runs): measured 3.3e-4 at most, of w8a8; of fp8, whose activations are
-# bf16 on the CPU, 4.5e-3, and 6.5e-3 with latent attention.
+# An engine on the emulated GPU against the CPU, where activations or KV have another precision (bf16 in place of int8
+# for 4-bit weights, scales of tokens in place of groups): measured 3.3e-4 at most, of w8a8; of fp8, whose activations
+# are bf16 on the CPU, 4.5e-3, and 6.5e-3 with latent attention.
 GPU_CPU = {"bf16": 1e-3, "int8": 1e-3, "fp8": 6e-3, "fp8 latent": 1.3e-2}
 HYBRID_GPU_CPU = 4e-3  # of models with states, which keep such differences: measured 1.9e-3 with int8 activations
 
 # The same of SmolLM2, which has ten times as many layers to turn roundings in: 7.5e-5 with fp8 and bf16 activations;
-# with int8 activations 2.7e-4 beside int8 weights, 4.8e-4 beside int4, and 7.6e-4 beside FP4 numbers, whose steps are
-# the largest, on VNNI and AVX2 alike.
+# with int8 activations 2.7e-4 for int8 weights, 4.8e-4 for int4, and 7.6e-4 for FP4 numbers, whose steps are the
+# largest, on VNNI and AVX2 alike.
 ENGINE_GRAPH_SMOLLM2 = {"bf16": 1.2e-4, "int8": 5e-4, "mxfp4": 1.2e-3}
 
 # Difference of log-probabilities a token, of an engine with activations and KV in bf16 to transformers in fp32 on the
 # same weights, over 12 tokens of a tiny model whose logits are about ±9; measured 3.2e-3.
 BEAM_SCORE = 1e-2
 
-# Nats, log-probability of the few tokens of a choice that lm-eval gets of SmolLM2 in int8-wo, beside transformers in
-# fp32 on the source's weights; measured 0.38, of a sum that is -7. A token too many or too few is more than 1.
+# Nats, log-probability of the few tokens of a choice that lm-eval gets from SmolLM2 in int8-wo, against transformers
+# in fp32 on the source's weights; measured 0.38, of a sum that is -7. A token too many or too few is more than 1.
 LM_EVAL_NATS = 0.6

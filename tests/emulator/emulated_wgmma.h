@@ -2,7 +2,7 @@
 //
 // A product is computed at the wait for it, from B as it was when it began, and is an error if B, its A or
 // its d have been touched meanwhile; d is NaN until then. B has to come from copies, each with fence_copies()
-// by its thread and a barrier behind it (other writes are not watched). Warps of a warpgroup have to begin
+// by its thread and a barrier after it (other writes are not watched). Warps of a warpgroup have to begin
 // the same products.
 #pragma once
 
@@ -88,8 +88,8 @@ T& attached(std::unique_ptr<Attached>& place) {
   return static_cast<T&>(*place);
 }
 
-// A sum of E4M3's products as tensor cores are said to make it (https://arxiv.org/abs/2412.19437, 3.3.2): of
-// each term, what is in the largest one's 14 bits.
+// Adds E4M3 products with the precision of tensor cores (https://arxiv.org/abs/2412.19437, 3.3.2): each term is cut
+// to the 14 bits below the exponent of the largest one.
 template <std::size_t COUNT>
 double cut_sum(const std::array<double, COUNT>& terms) {
   auto smaller = [](double a, double b) { return std::abs(a) < std::abs(b); };

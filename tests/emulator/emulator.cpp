@@ -1,4 +1,4 @@
-// The fibers behind emulated.h, and how Python launches a kernel on them.
+// The fibers that run the threads of emulated.h, and the entry point through which Python launches a kernel on them.
 #include "emulator.h"
 
 #include <algorithm>

@@ -6,7 +6,7 @@ dependencies) and run, with their folders on PYTHONPATH:
     python tests/golden/quantized.py          compressed-tensors 0.20, AutoGPTQ 0.7.1, AutoAWQ 0.2.9, modelopt 0.47
 
 (modelopt imports omegaconf, antlr4-python3-runtime 4.9, pulp 3, scipy and nvidia-ml-py, too.) With names of libraries
-behind it (`modelopt`), only those are written anew.
+as arguments (`modelopt`), only the cases of those are written again.
 
 Of a case there is what a checkpoint stores, `<case>/<name>`, and what the library restores of it, `<case>/=`; the
 file's metadata has the quantization_config of each.

@@ -1,6 +1,6 @@
 """The golden table, rewrites.json: model → quantization → pass → number of rewrites.
 
-After a change that is meant, `python -m tests.golden.rewrites` writes it anew.
+After an intended change, `python -m tests.golden.rewrites` writes it again.
 """
 
 import json

@@ -25,7 +25,7 @@ class Operand:
 
 
 def strided(dtype: str, rows: Linear, values: np.ndarray, stride: int, padded: int | None = None) -> Operand:
-    """[rows, columns] in rows of `stride` elements: zeros up to `padded`, poison behind."""
+    """An operand [rows, columns] in rows of `stride` elements: zeros up to `padded`, then poison."""
     count, columns = values.shape
     whole = np.full((count, stride), POISON[dtype], NUMPY[dtype])
     whole[:, : padded or columns] = 0
@@ -34,7 +34,7 @@ def strided(dtype: str, rows: Linear, values: np.ndarray, stride: int, padded: i
 
 
 def empty(dtype: str, rows: Linear, count: int, columns: int, stride: int, padded: int | None = None) -> Operand:
-    """For a result: poison everywhere, two rows more than the step has."""
+    """An operand for a result: poison everywhere, and two rows more than the step has."""
     whole = np.full((count + 2, stride), POISON[dtype], NUMPY[dtype])
     return Operand(whole, Matrix(dtype, rows, columns, stride, padded or columns))
 
@@ -56,7 +56,7 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def instances(binding: CudaKernel, launches: Sequence[Launch]) -> list[Instance]:
-    """What is compiled for them, but for kernels in Triton."""
+    """The kernels to compile for the launches, without those in Triton."""
     names = dict.fromkeys((one.kernel.partition("<")[0], one.kernel) for one in launches)
     return [(binding.sources[function], kernel) for function, kernel in names if function in binding.sources]
 

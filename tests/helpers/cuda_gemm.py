@@ -174,7 +174,11 @@ class Problem:
         return of_groups.double().repeat_interleave(group, dim=1)[:, : self.gemm.columns]
 
     def run(self, kernels: Kernels, schedule: str = "forward", seed: int = 0) -> torch.Tensor:
-        """What the kernel gives [tokens, outputs]; fails if it wrote elsewhere or left counters that are not zero."""
+        """Runs the kernel; fails if it wrote outside its result or left counters that are not zero.
+
+        Returns:
+            The result, [tokens, outputs].
+        """
         gemm, tokens, launch = self.gemm, self.tokens, self.gemm.launch(self.tokens)
         out_buffer = _buffer(gemm.to, gemm.outputs)
         poison = torch.full((tokens + 1, out_buffer.stride), torch.nan, dtype=DTYPES[gemm.to])
@@ -229,7 +233,7 @@ def _buffer(dtype: str, columns: int) -> Matrix:
 
 
 def _rows(values: torch.Tensor, poison: float) -> np.ndarray:
-    """As a buffer holds them: zeros behind the columns, then poison."""
+    """Rows in the layout of a buffer: after the columns zeros up to `padded`, then poison."""
     matrix = _buffer("f32", values.shape[1])
     rows = torch.full((len(values), matrix.stride), poison).to(values.dtype)
     rows[:, : matrix.padded] = 0
@@ -239,7 +243,7 @@ def _rows(values: torch.Tensor, poison: float) -> np.ndarray:
 
 
 def compiled(gemms: Sequence[tuple[Gemm, int]], sm: int = 80) -> Kernels:
-    """Of calls, with numbers of tokens."""
+    """Compiles the kernels of GEMMs, each with its number of tokens."""
     names = dict.fromkeys(gemm.launch(tokens).kernel for gemm, tokens in gemms)
     return Kernels([(f"{name.partition('<')[0]}.cuh", name) for name in names], sm)
 
@@ -250,8 +254,8 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def assert_each_site_is_missed(kernels: Kernels, problems: Sequence[Problem], seeds: int) -> None:
-    """Without any barrier, fence or wait, one of the problems comes out otherwise, or is an error, in one of the orders
-    of warps: forward, reverse, or by one of so many seeds.
+    """Checks that each barrier, fence and wait is needed: without it, one of the problems has another result or an
+    error in one of the orders of warps (forward, reverse, or random by one of `seeds` seeds).
     """
     whole = [problem.run(kernels) for problem in problems]
     runs = [("forward", 0), ("reverse", 0), *(("random", seed) for seed in range(seeds))]

@@ -15,7 +15,7 @@ POISON = 0xFF  # NaN in every dtype that has one; scales of int8 are NaN
 
 
 class Pools:
-    """One layer's keys and values, full of NaN at first, and another layer behind them."""
+    """One layer's keys and values, full of NaN at first, and after them another layer's."""
 
     def __init__(self, dtype: str, blocks: int, kv_heads: int, head_dim: int) -> None:
         self.dtype, self.kv_heads, self.head_dim = dtype, kv_heads, head_dim

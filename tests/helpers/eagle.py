@@ -28,20 +28,20 @@ EAGLE: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class WithEagle(Guesser):
-    """A model, and a head of another checkpoint that guesses for it."""
+    """A model, and an EAGLE head of another checkpoint that drafts tokens for it."""
 
     model: PreTrainedModel
     checkpoint: MemoryCheckpoint
     config: Mapping[str, Any]  # of the head, with all keys in one object
     tensors: Tensors  # of the head, in the layout of SpecForge
-    layers: Sequence[int]  # behind how many of the model's layers the states are that it reads
-    speculators: bool  # whether it is stored in the layout of vLLM's speculators
-    says_layers: bool  # whether the config has them
+    layers: Sequence[int]  # numbers of the model's layers, from 1, whose outputs the head reads
+    speculators: bool  # whether the head is stored in the layout of vLLM's speculators
+    says_layers: bool  # whether the stored config names these layers
 
     role: ClassVar[str] = "eagle"
 
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
-        """What the model shows, [tokens, states · its columns]."""
+        """The model's hidden states after each of `layers`, [tokens, layers · hidden]."""
         shown: dict[int, torch.Tensor] = {}
 
         def keep(count: int, output: Any) -> None:
@@ -77,7 +77,7 @@ class WithEagle(Guesser):
         return logits, last if self.config["norm_output"] else x
 
     def _tokens(self) -> torch.Tensor:
-        """Of each column of the head's logits, the token."""
+        """The token of each column of the head's logits."""
         columns = torch.arange(self.config["draft_vocab_size"])
         return columns + self.tensors["d2t"] if "d2t" in self.tensors else columns
 

@@ -1,4 +1,4 @@
-"""What a GEMM kernel is given, what it gives, and what float64 says that it should."""
+"""Operands of a GEMM kernel, its result, and the expected result in float64."""
 
 import torch
 
@@ -32,7 +32,7 @@ def random_weight(kernel: str, rows: int, columns: int) -> torch.Tensor:
 
 
 def runs_of(x: torch.Tensor, group: int) -> torch.Tensor:
-    """[rows, runs, group], zeros behind the last column; group 0 is all columns."""
+    """Splits columns into groups, [rows, groups, group], with zeros after the last column; group 0 is all columns."""
     group = group or x.shape[1]
     return torch.nn.functional.pad(x, (0, -x.shape[1] % group)).view(len(x), -1, group)
 
@@ -134,7 +134,7 @@ class Problem:
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
     def numbers(self) -> torch.Tensor:
-        """What weights with scales by runs stand for without them: float64."""
+        """The weights before their groups' scales are applied, in float64."""
         if self.weight.dtype == torch.float8_e4m3fn:
             return self.weight.double()
         if self._packed:

@@ -1,7 +1,7 @@
 """Damaged headers of an engine file, endlessly and reproducibly, and what a reader must make of them.
 
-Half of them are damaged below the hashes: the manifest is changed, hashed again, and put back, so that the checks
-behind the hashes are reached too.
+In half of them the manifest is changed and hashed again, so that the checks that come after the hashes are reached
+too.
 """
 
 import hashlib

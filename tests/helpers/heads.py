@@ -1,4 +1,4 @@
-"""Tiny models whose checkpoints carry what guesses for them, and what that says, by transformers."""
+"""Tiny models with heads or layers that draft tokens for them, and the expected draft tokens by transformers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 Tensors = Mapping[str, torch.Tensor]
 
-# Of a family: the config of a model of one layer that is like the one that guesses, and the names of its tensors, those
-# of the layer last.
+# By family: the config of a one-layer model whose layer is like the one that drafts tokens, and the names of the
+# drafting layer's tensors, of which the last is the prefix of the layer's own.
 BEHIND = tuple(f"model.layers.3.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""))
 BESIDE = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0.")
 MTP: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
@@ -30,29 +30,38 @@ SHORT_BY_ONE = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")  # families th
 
 
 class Guesser(ABC):
-    """A model, and what guesses for it from its hidden states."""
+    """A model, and heads or a layer that draft tokens for it from its hidden states."""
 
     role: ClassVar[str]
     checkpoint: MemoryCheckpoint  # the model's
 
     @abstractmethod
     def draft(self, folder: Path) -> Draft:
-        """What an engine is built with. folder: where files of a checkpoint of its own may be."""
+        """The draft that an engine is built with. folder: a folder for a checkpoint of the head's own."""
 
     @abstractmethod
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
-        """What the head reads of the model, [tokens, columns of its own states]."""
+        """The model's states in the form that the head reads, [tokens, columns of its own states]."""
 
     @abstractmethod
     def guess(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the head gives for tokens from `first` + 1 on, with hidden states from `first` on: logits and states."""
+        """Runs the head on tokens from position `first` + 1 on, with the model's hidden states from `first` on.
+
+        Returns:
+            Its logits, [tokens, vocabulary], and its own states, [tokens, columns].
+        """
 
     @torch.inference_mode()
     def shortfalls(self, tokens: Sequence[int], guesses: Sequence[int], first: int = 0) -> list[float]:
-        """By how much the logits of guesses behind some tokens fall short of the largest one's.
+        """Measures how far the head's logit of each draft token lies below its largest logit.
 
         Args:
+            tokens: the tokens before the draft tokens.
+            guesses: the draft tokens.
             first: the position that the head begins at.
+
+        Returns:
+            A difference of logits for each draft token; 0 where it is the head's first choice.
         """
         states, read, found = self.hidden(tokens[:-1])[first:], list(tokens[first + 1 :]), []
         for guess in guesses:
@@ -65,7 +74,7 @@ class Guesser(ABC):
 
 @dataclass(frozen=True)
 class WithMtp(Guesser):
-    """A model, and a layer of its checkpoint that guesses for it."""
+    """A model, and a multi-token prediction layer of its checkpoint that drafts tokens for it."""
 
     role: ClassVar[str] = "mtp"
 
@@ -79,7 +88,7 @@ class WithMtp(Guesser):
         return Automatic()
 
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The model's states behind its last norm."""
+        """The model's states after its last norm."""
         with torch.inference_mode():
             states: torch.Tensor = self.model.model(torch.tensor([tokens])).last_hidden_state[0]
         return states

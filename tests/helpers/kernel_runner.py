@@ -74,7 +74,7 @@ Operands = dict[str, Buffer | _cpu.OperandSpec]
 
 
 class KernelRunner:
-    """One executor with one arena; buffers are laid out one behind the other and NaN (or -1) everywhere at first."""
+    """One executor with one arena; buffers lie one after the other, and are NaN (or -1) everywhere at first."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class KernelRunner:
         return self._floats(self._array(buffer, buffer.columns))
 
     def read_pad(self, buffer: Buffer) -> torch.Tensor:
-        """The columns behind `columns`, up to the stride."""
+        """The columns after `columns`, up to the stride."""
         return self._floats(self._array(buffer, buffer.stride)[:, buffer.columns :])
 
     def _array(self, buffer: Buffer, columns: int) -> NDArray[np.float32 | np.uint16 | np.int8]:

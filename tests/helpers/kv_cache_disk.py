@@ -118,7 +118,7 @@ def check_mixed_requests(engine: Engine, count: int, folder: Path) -> None:
 
 
 def check_damaged_entry(engine: Engine, fault: str, folder: Path) -> None:
-    """It is computed anew, and written again."""
+    """Checks that a damaged entry is computed again, and written again."""
     with opened(engine, folder) as llm:
         right = answers_of(llm.generate([prompt(1)], FEW))
     block = PrefixKeys(32).of(prompt(1), 3)[2]

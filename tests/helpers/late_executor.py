@@ -1,4 +1,4 @@
-"""The CPU's executor as a GPU's would be: a step may begin before the tokens of the one before are known."""
+"""The CPU's executor with a GPU's order of steps: a step may begin before the tokens of the last one are known."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ class LateExecutor(CpuExecutor):
 
     def __init__(self, engine: Engine, config: RuntimeConfig | None = None, *weights: Any) -> None:
         super().__init__(engine, config, *weights)
-        self._sampled = self._newest = np.zeros(0, np.int32)  # by the step before; behind which this one samples
+        # Tokens that the last step sampled, and for each row of logits of this step its newest token.
+        self._sampled = self._newest = np.zeros(0, np.int32)
         self.num_late = 0  # tokens that were not known when their step was planned
 
     def run(self, inputs: StepInputs) -> StepOutputs:

@@ -25,7 +25,7 @@ MEDUSA: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class WithMedusa(Guesser):
-    """A model, and heads of another checkpoint that guess for it."""
+    """A model, and Medusa heads of another checkpoint that draft tokens for it."""
 
     role: ClassVar[str] = "medusa"
 
@@ -38,13 +38,13 @@ class WithMedusa(Guesser):
     prefix: str  # of all names
 
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The model's states behind its last norm."""
+        """The model's states after its last norm."""
         with torch.inference_mode():
             states: torch.Tensor = self.model.model(torch.tensor([tokens])).last_hidden_state[0]
         return states
 
     def logits(self, states: torch.Tensor, head: int) -> torch.Tensor:
-        """What a head gives for states of the model."""
+        """A head's logits for states of the model, [tokens, vocabulary]."""
         x = states
         for layer in range(self.layers):
             h = x @ self.tensors[f"{head}.{layer}.linear.weight"].T + self.tensors.get(f"{head}.{layer}.linear.bias", 0)
@@ -120,7 +120,7 @@ def with_medusa(
 
 
 def right_medusa() -> WithMedusa:
-    """A model that says the same behind every token, and heads that do, too."""
+    """A model whose next token is the same after every token, and heads that choose it too."""
     head = with_medusa("llama", heads=4, tie_word_embeddings=False)
     silent = ("o_proj.weight", "down_proj.weight")
     stored = {name: value * 0 if name.endswith(silent) else value for name, value in head.checkpoint.stored.items()}

@@ -1,4 +1,4 @@
-"""Requests that ask for all kinds of things at once, run with and without guesses: the answers have to be the same."""
+"""Requests of all kinds at once, run with and without draft tokens: the completions have to be the same."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,10 +94,10 @@ def asked_by(sequence: TokenSequence) -> bytes:
 
 
 class Recorded(Proposer):
-    """Guesses what was answered before; every eighth guess is garbage.
+    """Drafts the tokens of known completions; about every eighth draft token is random.
 
     Args:
-        known: answers by `Answer.asked`.
+        known: tokens of completions by `Answer.asked`.
     """
 
     first_rates = (1.0,)
@@ -117,10 +117,10 @@ class Recorded(Proposer):
         return [self._guess(sequence) for sequence in sequences]
 
     def end(self, sequence: TokenSequence) -> None:
-        """It keeps nothing of a sequence."""
+        """Does nothing: it keeps nothing of a sequence but a counter."""
 
     def close(self) -> None:
-        """It runs in nothing."""
+        """Does nothing: it holds no resources."""
 
     def _guess(self, sequence: TokenSequence) -> DraftToken | None:
         place = len(sequence.token_ids) - sequence.num_prompt_tokens + self._made[sequence]
@@ -132,13 +132,16 @@ class Recorded(Proposer):
 
 
 def check_guesses(engine: Engine, count: int, more_than: int, **limits: Any) -> float:
-    """No answer depends on guesses.
+    """Checks that no completion depends on draft tokens.
 
     Args:
-        more_than: the number that guesses have to exceed.
+        engine: the engine that answers.
+        count: number of requests.
+        more_than: the number that draft tokens have to exceed.
+        limits: further keys of the configuration with speculation.
 
     Returns:
-        The share of guesses that were right.
+        The share of draft tokens that were accepted.
     """
     plain, _ = answers(engine, count, speculate="off")
     guessed, after = answers(engine, count, speculate_tokens=4, **limits)
@@ -148,7 +151,7 @@ def check_guesses(engine: Engine, count: int, more_than: int, **limits: Any) -> 
 
 
 def check_same(plain: dict[tuple[int, int], Answer], guessed: dict[tuple[int, int], Answer]) -> None:
-    """All answers are the same bits; those that were aborted, as far as both came."""
+    """Checks that all completions are the same bits, and aborted ones as far as both go."""
     aborted = {number for (number, _), answer in (*plain.items(), *guessed.items()) if answer.end[0] == "abort"}
     assert {key for key in plain if key[0] not in aborted} == {key for key in guessed if key[0] not in aborted}
     for key in plain.keys() & guessed.keys():

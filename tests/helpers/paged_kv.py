@@ -181,7 +181,7 @@ class PoolViews:
 class PagedKv:
     """The pools and block tables of some chunks: each has its own blocks, in no order.
 
-    Slots behind a chunk's end hold large numbers, and so do blocks that nobody has. Entries of a block table that
+    Slots after a chunk's end hold large numbers, and so do blocks that no sequence has. Entries of a block table that
     must not be read lead to a block of NaN.
     """
 

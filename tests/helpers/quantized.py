@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 
 @dataclass(frozen=True)
 class Packed:
-    """Of one weight: what a checkpoint stores, by the end of its name behind the module's, and what that stands for."""
+    """One quantized weight: its stored tensors, by the part of their names after the module's, and its values."""
 
     stored: Mapping[str, torch.Tensor]
     weight: torch.Tensor  # FLOAT [N, K]
@@ -232,7 +232,7 @@ def compressed(form: str, activations: Mapping[str, Any] | None = None, **weight
     }
 
 
-# What transformers writes beside it.
+# The keys that transformers writes in addition.
 AWQ_OF_TRANSFORMERS = {
     **{key: value for key, value in AWQ.items() if key != "version"},
     **{"format": "gemm", "version": "gemm", "sym": True, "desc_act": False, "damp_percent": 0.1, "tokenizer": None},
@@ -264,7 +264,7 @@ def _tiny(name: str) -> Tiny:
 
 
 def tiny_case(name: str) -> Tiny:
-    """With a checkpoint of its own, whose reads are counted anew."""
+    """A tiny case with a checkpoint of its own, whose count of reads begins at zero."""
     tiny = _tiny(name)
     return Tiny(MemoryCheckpoint(tiny.checkpoint.config, tiny.checkpoint.stored), tiny.model)
 

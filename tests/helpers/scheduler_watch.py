@@ -39,7 +39,7 @@ def recurrent(snapshot_tokens: int = 2 * BLOCK) -> RecurrentState:
 
 
 def what_for(row: RowRequest) -> tuple[RowRequest, list[int]]:
-    """The request that a row is for, and the guesses that it comes behind."""
+    """The request that a row of logits is for, and the draft tokens that come before it."""
     return (row.request, list(row.draft_tokens)) if isinstance(row, RowAfterDraft) else (row, [])
 
 
@@ -196,7 +196,7 @@ class Watch:
         return plan
 
     def _sample(self, sequence: TokenSequence) -> list[SampledToken]:
-        """A token, and one more for each guess that was right."""
+        """Samples a token, and one more for each draft token that was right."""
         failed, tokens, accepted = sequence in self.poisoned, self.tokens[sequence], list[SampledToken]()
         assert len(tokens) == sequence.num_computed_tokens - len(sequence.draft_tokens)
         for guess in (*sequence.draft_tokens, None):
@@ -249,7 +249,7 @@ class Watch:
         return self.scheduler.num_free_blocks == self.num_blocks and self.scheduler.num_unfinished == 0
 
     def content(self, sequence: TokenSequence, length: int) -> list[int]:
-        """What stands for each of the first positions of a sequence, guesses that are being computed included."""
+        """One hash for each of the first positions of a sequence, draft tokens that are being computed included."""
         tokens, known = self.tokens[sequence], self.contents.setdefault(sequence, [])
         contents = list(known)
         for token in (*tokens, *sequence.draft_tokens)[len(known) : length]:
@@ -360,7 +360,7 @@ class Watch:
             assert right or part.sequence in self.poisoned, "what is read is not what was written"
 
     def _check_holders(self, index: int) -> dict[int, set[TokenSequence]]:
-        """By block: who holds it."""
+        """Checks that no block is lost; gives the sequences that hold each block."""
         holders: dict[int, set[TokenSequence]] = {}
         running = [sequence for sequence in self.alive if sequence.is_running]
         for sequence in running:

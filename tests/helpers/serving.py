@@ -293,7 +293,7 @@ def running(
 
 
 def head_of(request: str, *headers: str) -> bytes:
-    """The head of a request by hand: its method and path, and headers beside Host."""
+    """Writes the head of a request: its method and path, Host, and further headers."""
     return "\r\n".join([f"{request} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
 
 

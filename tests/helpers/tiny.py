@@ -75,7 +75,7 @@ ENCODERS = ("bert", "modernbert")  # that write no text
 BEGIN, END, TURN = "<|begin|>", "<|end|>", "<|turn|>"  # ids 0, 1, 2
 VOCAB_SIZE = 307  # a prime, above the 256 bytes that a byte-level vocabulary starts from
 
-# A family's tiny_config, beside what all have: awkward sizes, and what only this family does.
+# A family's own keys of tiny_config, in addition to the common ones: awkward sizes, and features of this family alone.
 _SIZES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"hidden_size": 48, "intermediate_size": 74, "num_attention_heads": 6, "num_key_value_heads": 3},
     "modernbert": {

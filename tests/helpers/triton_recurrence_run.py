@@ -1,4 +1,4 @@
-"""Runs recurrences in chunks, in Triton's interpreter beside the emulator, in a process of its own:
+"""Runs recurrences in chunks, in Triton's interpreter and the emulator, in a process of its own:
 `python -m tests.helpers.triton_recurrence_run few` in the environment TRITON_INTERPRET=1 prints, as JSON lines, how
 far each problem's results and states are from float64, and from those of the kernel that takes token by token, which
 batch-invariant engines have; and whether the first sequence has the same bits alone and cut.
@@ -20,7 +20,7 @@ from tests.test_cpu_recurrence import random_of
 from tests.test_plugins_values import gated_delta, selective_state
 
 SM = "sm_90a"  # as CudaCall has it
-GAP = 8  # f32 behind a slot's own: those of other layers
+GAP = 8  # f32 after a slot's own, which belong to other layers
 TOKENS = linear(tokens=1)
 
 
@@ -33,7 +33,7 @@ class Problem:
         k, v: of a head.
         counts, firsts: of each sequence, its tokens in the step, and its positions before.
         cuts: positions, multiples of 64, where the first sequence's tokens are cut.
-        alike: all keys of a sequence are nearly the same, and taken up whole; some tokens forget all.
+        alike: all keys of a sequence are nearly the same, and written at full strength; some tokens forget all.
     """
 
     delta: bool

@@ -65,7 +65,7 @@ wgmma_product(const uint8_t* a, const uint8_t* b, typename NumberOf<KIND>::type*
     if (FAULT == Fault::writes_a && step == 1 && warp() == 7) fragment[2] += 1;
     if (FAULT == Fault::writes_b && step == 1 && thread_index() == 37) shared[3 * ROW_BYTES + 5] += 1;
     if (FAULT == Fault::writes_d && step == 1 && warp() == 2) d[1][1] = 3;
-    if (FAULT == Fault::reads_d && step == 1 && warp() == 3) out[128 * COLUMNS] = d[0][0];  // behind the sums
+    if (FAULT == Fault::reads_d && step == 1 && warp() == 3) out[128 * COLUMNS] = d[0][0];  // after the sums
     wgmma_wait<1>();
     hold(fragments[1 - step % 2]);
   }

@@ -173,7 +173,7 @@ def test_lm_eval(address: str, tokenizer: Path, smollm2_folder: Path, tmp_path: 
     scores, answers = evaluate("completions", "small_answers")
     right = [text == f" {one['choices'][one['answer']]}" for (text,), one in zip(answers, QUESTIONS, strict=True)]
     # No question is a close one: right answers lead by 0.9 nats or more, and where the answer is wrong, the right one's
-    # first token is behind by as much.
+    # first token trails by as much.
     assert right == [True, True, True, False, False, True, False]
     assert scores["exact_match,none"] == right.count(True) / len(right)
     _, answers = evaluate("chat/completions", "small_answers", "--apply_chat_template")

@@ -1,4 +1,4 @@
-"""Engines of the families that other tests do not build, on the emulated GPU, beside their own graphs and the CPU."""
+"""Engines of the families that other tests do not build, on the emulated GPU, against their graphs and the CPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Engines of every method beside the graph that they were lowered from, in onnxruntime: of a real model, and of the
+"""Engines of every method against the graph that they were lowered from, in onnxruntime: of a real model, and of the
 tiny ones that tests/test_method_engines.py leaves out.
 """
 

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2, a real embedding model, beside transformers."""
+"""all-MiniLM-L6-v2, a real embedding model, against transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A real model beside transformers in the formats that tests/test_smollm2.py leaves out."""
+"""A real model against transformers in the formats that tests/test_smollm2.py leaves out."""
 
 from tests import test_smollm2 as short
 from tests import tolerances

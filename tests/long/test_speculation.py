@@ -1,4 +1,4 @@
-"""Two hundred mixed requests with each way of guessing, on every instruction set: the answers are the same bits."""
+"""Two hundred mixed requests with each kind of draft, on every instruction set: the completions are the same bits."""
 
 import pytest
 
