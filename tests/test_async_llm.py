@@ -46,7 +46,7 @@ def lone(engine: Engine, prompts: list[Any], params: list[SamplingParams]) -> li
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """In an event loop; a test that hangs fails."""
+    """Runs a test in an event loop; one that hangs fails."""
     asyncio.run(asyncio.wait_for(test(), 2 * WAIT_S))
 
 

@@ -185,7 +185,7 @@ def test_openais_batch_form(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_how_long_answers_of_openais_form_are(llm: LLM, tmp_path: Path) -> None:
-    """As the API has it; the command's --max-tokens stands for what a body does not say."""
+    """The API's default applies, and the command's --max-tokens replaces it where a body has no max_tokens."""
     lines = [openai_line("x", {"prompt": "a"}), openai_line("y", {"prompt": "a", "max_tokens": 3})]
     for common, expected in (({}, [16, 3]), ({"max_tokens": 5}, [5, 3])):
         found = answers(llm, tmp_path, lines, ignore_eos=True, **common)

@@ -109,7 +109,7 @@ def asked(llm: LLM, prompt: list[int], params: SamplingParams) -> list[tuple[lis
 
 
 def step_by_step(llm: LLM, width: int, ends: Sequence[int]) -> list[tuple[list[int], float]]:
-    """The same search where every step is a request of its own."""
+    """Runs the search with a request of its own for every step."""
 
     def behind(tokens: Sequence[int], count: int) -> SampledToken:
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=count, ignore_eos=True)
@@ -126,7 +126,7 @@ LIMITS: dict[str, Any] = {"threads": 1, "max_model_len": 64, "kv_cache_memory": 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
 def test_forked_caches_change_no_bit(family: str) -> None:
-    """Of pages, windows and recurrent states: beams that share them are what single texts are without a cache."""
+    """Beams that share pages, windows and recurrent states equal single texts without a cache."""
     with LLM(engine_of(family), **LIMITS, max_num_seqs=8, enable_prefix_caching=False) as llm:
         plain = step_by_step(llm, 4, ())
         ends = [sorted({token for tokens, _ in plain for token in tokens[3:]})[1]]
@@ -170,7 +170,7 @@ def test_beams_beside_guesses_are_the_same() -> None:
 
 
 def test_answers_of_an_engine_are_those_of_transformers() -> None:
-    """Where weights alone are rounded, scores of whole answers are close, and so are the answers."""
+    """Scores of complete beams are close to those of transformers where weights alone are rounded, and so are beams."""
     generated = model_of("llama").generate(  # type: ignore[operator]
         torch.tensor([PROMPT]),
         num_beams=4,

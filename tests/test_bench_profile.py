@@ -46,7 +46,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """By family and quantization: a tied and an untied table, and windows."""
+    """Engines by family and quantization: a tied and an untied table, and windows."""
     folder = tmp_path_factory.mktemp("profile")
     return {
         "llama bf16": built(tiny_checkpoint(folder, "llama", tie_word_embeddings=False), "bf16"),
@@ -206,7 +206,7 @@ def test_kernels_add_up_to_the_step(engines: Mapping[str, Path], name: str) -> N
 
 
 def test_most_of_a_step_is_kernels(engines: Mapping[str, Path]) -> None:
-    """What lies outside of them is checks of the inputs and the waking of threads: of many steps, one shows it."""
+    """The rest is checks of the inputs and the waking of threads; at least one of many steps has little of it."""
     with Engine.open(engines["llama bf16"]) as engine:
         executor = executor_of(engine, threads=1)
         plan = step_plan(executor, Point(1, 33, 0))

@@ -1,4 +1,4 @@
-"""What `engine bench serve` refuses or gives up, before anything is measured: each says what, why and what to do."""
+"""Refusals of `engine bench serve` before anything is measured: each error says what is wrong, why and what to do."""
 
 import socket
 import sys

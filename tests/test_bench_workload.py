@@ -1,4 +1,4 @@
-"""What a benchmark asks: the same for the same seed, of the lengths that were wanted, or what a file says."""
+"""Requests of a benchmark: the same ones for the same seed, of the wanted lengths, or those of a file."""
 
 from collections import Counter
 from pathlib import Path

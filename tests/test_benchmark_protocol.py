@@ -1,4 +1,4 @@
-"""What benchmarks compute: checkpoints that are made for them, and figures out of times. No time is measured here."""
+"""Checkpoints that benchmarks make, and figures that they compute from times. No time is measured here."""
 
 import json
 from pathlib import Path

@@ -54,7 +54,7 @@ CASES: list[tuple[str, dict[str, object]]] = [
 
 
 def name_of(case: object) -> str:
-    """Of a value of a test's parameters."""
+    """Name of a value of a test's parameters."""
     return getattr(case, "name", None) or ("-".join(case) if isinstance(case, dict) else str(case))
 
 

@@ -1,4 +1,4 @@
-"""What a build says about how far it is."""
+"""Progress messages of a build."""
 
 import io
 

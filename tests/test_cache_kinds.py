@@ -112,7 +112,7 @@ class Model:
         self.cache.release(one.held)
 
     def check(self, one: Running) -> None:
-        """What the next position sees is what its own tokens have left."""
+        """Checks that the memory which the next position reads was written by the sequence's own tokens."""
         for kv, memory, mine in zip(self.groups, self.memory, one.held, strict=True):
             if isinstance(mine, StateSlot):
                 assert not one.computed or memory[mine.slot] == one.digest(one.computed)
@@ -182,7 +182,7 @@ def ready(tokens: list[int], *, slots: int = 8, until: int | None = None) -> tup
 
 
 def test_a_beginning_ends_where_a_snapshot_is() -> None:
-    """At multiples of 12 tokens, and at the last full block of what a sequence was admitted with."""
+    """Prefixes end at multiples of 12 tokens, and at the last full block of a sequence's tokens at admission."""
     tokens = list(range(35))
     model, one = ready(tokens)
     keys = PrefixKeys(BLOCK).of(tokens, 8)

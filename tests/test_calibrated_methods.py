@@ -103,7 +103,7 @@ def outlier_model() -> ir.Model:
 
 
 def output_error(model: ir.Model, quant: QuantConfig) -> float:
-    """Of logits, when every linear layer's weight and input are rounded as a method has them."""
+    """Error of the logits if every linear layer's weight and input are rounded by a method."""
     exact = stream(model, TEXTS).logits(2, 0, 61)
     run_passes(model, quant.prepare(Calibration(TEXTS)))
     errors = []
@@ -138,7 +138,7 @@ def chosen(config: Int4Gptq, inputs: Sequence[torch.Tensor], weight: torch.Tenso
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize(("group", "columns"), [(32, 111), (64, 37), (0, 70)])
 def test_chosen_codes_leave_less_error_than_the_nearest(group: int, columns: int, zero_points: bool) -> None:
-    """In what a layer gives; by methods that know more, less."""
+    """The error of a layer's output is smaller than with nearest codes, and smallest by methods that use more data."""
     x, weight = correlated(400, columns), torch.randn(33, columns, generator=torch.Generator().manual_seed(3))
     weight[5] = 0
 
@@ -197,7 +197,7 @@ def test_codes_that_were_chosen_are_in_the_graphs_of_all_targets(quant: QuantCon
 
 
 def test_static_scales_are_of_what_was_seen() -> None:
-    """In the engine's graph: a number for each run of a layer's input, none for the head's."""
+    """The engine's graph has a scale for each group of a layer's input columns, and none for the head's."""
     quant = Int8Sq(32, "static")
     streamed: dict[str, torch.Tensor] = {}
 

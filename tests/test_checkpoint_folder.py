@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(folder: Path) -> Path:
-    """The same in two files with an index."""
+    """The folder's checkpoint in two files with an index."""
     (folder / "model.safetensors").unlink()
     names = list(TENSORS)
     shards = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}

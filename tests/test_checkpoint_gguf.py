@@ -56,7 +56,7 @@ def test_hashes(smollm2_gguf: Path) -> None:
 
 
 def assert_model(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """The same tensors, and a config by which transformers computes the same logits from them."""
+    """Checks that tensors are the model's, and that transformers computes the same logits from them by the config."""
     state = state_of(model)
     assert checkpoint.tensors.keys() == state.keys()
     for name, tensor in state.items():
@@ -103,7 +103,7 @@ MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size"
 def test_experts_are_read_one_by_one(
     tmp_path: Path, family: str, sizes: dict[str, Any], experts: str, gate: str, up: str
 ) -> None:
-    """From one tensor of all of them: the graph gives what that of transformers' own tensors does."""
+    """Each expert is read from one tensor of all; the graph agrees with that of transformers' own tensors."""
     model = tiny_model(family, **sizes)
     writer = write_model(tmp_path / "tiny.gguf", family, model)
     writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
@@ -321,7 +321,7 @@ def test_rope_scaling(tmp_path: Path, rope: str) -> None:
 
 
 def llama3_divisors(model: PreTrainedModel) -> np.ndarray:
-    """From transformers' own frequencies: unscaled over scaled."""
+    """Divisors by transformers' own frequencies: unscaled over scaled."""
     plain = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     divisors: torch.Tensor = plain.model.rotary_emb.inv_freq / model.model.rotary_emb.inv_freq
     return divisors.numpy()

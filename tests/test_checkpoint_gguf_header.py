@@ -159,7 +159,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def use(path: Path) -> None:
-    """What a build does with a checkpoint, all but the hashing."""
+    """Reads a checkpoint as a build does, but for the hashing."""
     checkpoint = open_checkpoint(str(path))
     _ = checkpoint.tokenizer
     for name, info in checkpoint.tensors.items():
@@ -167,7 +167,7 @@ def use(path: Path) -> None:
 
 
 def survives(path: Path, content: bytes) -> bool:
-    """Whether the file was used; every other end than an EngineError fails the test."""
+    """Tells if the file was usable; every other end than an EngineError fails the test."""
     path.write_bytes(content)
     try:
         use(path)

@@ -174,7 +174,7 @@ def test_whole_words_and_bos(tmp_path: Path, pre: str) -> None:
     ("pre", "expected"), [("smollm", [0, 1]), ("qwen2", [0, 1]), ("gpt-2", [2]), ("llama-bpe", [2])]
 )
 def test_digits(tmp_path: Path, pre: str, expected: list[int]) -> None:
-    """Whether a merge of two digits is ever used. No trained vocabulary shows it: it has such merges or not."""
+    """Two digits are merged or not, by the pre-tokenizer. No trained vocabulary shows it: it has such merges or not."""
     writer = writer_for(tmp_path)
     writer.add_merged_vocabulary(pre, {"1": 0, "2": 1, "12": 2}, [("1", "2")])
     assert ids(built(writer, 3), "12") == expected
@@ -258,7 +258,7 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
 
 
 def test_sentencepiece_without_bytes(tmp_path: Path) -> None:
-    """What is no piece is unknown, a run of it once."""
+    """Text that is no piece is one unknown token, however long it is."""
     writer = writer_for(tmp_path)
     writer.add_spelled_vocabulary(["<unk>", "<s>", "</s>", "a", "▁"])
     assert ids(built(writer, 5), "a日本a日") == [4, 3, 0, 3, 0]
@@ -279,7 +279,7 @@ def gemma4_vocabulary() -> tuple[list[str], list[int], list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("says_bos", [True, False])
 def test_gemma4(tmp_path: Path, says_bos: bool) -> None:
-    """As transformers' own tokenizer with the same tokens and merges; bos whatever the file says, as llama.cpp."""
+    """Tokens are those of transformers with the same vocabulary and merges; bos always comes first, as in llama.cpp."""
     tokens, types, merges = gemma4_vocabulary()
     assert any(len(left + right) > 1 and set(left + right) == {"\n"} for left, right in merges)
     writer = writer_for(tmp_path)

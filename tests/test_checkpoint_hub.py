@@ -73,7 +73,7 @@ def test_shards_of_the_index_and_no_others(remote: Hub) -> None:
 
 
 def test_a_head_is_to_be_downloaded_first(remote: Hub) -> None:
-    """Whether it is named as the model or as the draft; its weights are not fetched."""
+    """A head on the hub is refused as the model and as the draft, and its weights are not fetched."""
     remote.files |= {"config.json": b'{"medusa_num_heads": 3}', "medusa_lm_head.safetensors": shard(x=1.0)}
     with pytest.raises(
         UsageError, match=r"proposes draft tokens for one: medusa\n.*`hf download OWNER/NAME --local-dir FOLDER`"

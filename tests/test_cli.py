@@ -206,7 +206,7 @@ def refused(code: int, *arguments: object, **environment: str) -> str:
 
 
 def test_names_of_files_are_escaped_on_the_terminal(engine: Path, tmp_path: Path) -> None:
-    """In tables and in errors: they add no line, and nothing that a terminal follows."""
+    """Names in tables and errors add no line, and no control sequence of a terminal."""
     name = "evil\n# HELP x\x1b[31m\x9b"
     for folder, content in ("good", engine.read_bytes()), ("bad", b"nothing"):
         (tmp_path / folder).mkdir()
@@ -281,7 +281,7 @@ def test_variables_of_the_chat_template() -> None:
 
 
 def test_a_checkpoint_is_said_to_be_built_first(checkpoint: Path, tmp_path: Path) -> None:
-    """By every command that opens an engine, and with the command that builds it."""
+    """Every command that opens an engine refuses a checkpoint, with the command that builds it."""
     gguf = tmp_path / "Some Model.Q4_0.gguf"
     gguf.write_bytes(b"GGUF")
     for given, name in (("owner/Tiny-1B", "Tiny-1B"), (checkpoint, "tiny-llama"), (gguf, "Some Model.Q4_0")):
@@ -297,7 +297,7 @@ def test_a_checkpoint_is_said_to_be_built_first(checkpoint: Path, tmp_path: Path
     "words", ["run", "chat", "inspect", "verify", "generate -p x", "bench offline", "bench profile"]
 )
 def test_an_engine_that_is_not_there_is_2(words: str, tmp_path: Path) -> None:
-    """What begins like a path is one, and never taken for a model of the hub."""
+    """A name in the form of a path is one, and never taken for a model of the hub."""
     for path in ("nothing.engine", tmp_path / "x" / "y", "owner/tiny.engine", "./x/y", "../x/y", "~/x/y"):
         assert refused(2, *words.split(), path) == f"engine: {path} cannot be opened: there is no such file\n"
     for path in ("nothing.engine", "./x/y"):

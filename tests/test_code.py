@@ -71,7 +71,7 @@ def test_names_that_no_reader_accepts_are_not_written(name: str) -> None:
 
 
 def test_every_cut_and_every_changed_bit_is_found_or_harmless() -> None:
-    """What is read after a change of the index or of the zeros is refused; cubins have the section's hash."""
+    """Changes of the index and of padding are refused; changed cubins are read, and are found by the section's hash."""
     data = write_code(KERNELS)
     for length in range(len(data)):
         with pytest.raises(CorruptEngineError):

@@ -205,7 +205,7 @@ def test_every_harmless_key_has_a_reason() -> None:
 
 
 def few_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model with its first layers, where it has more: thousands of experts take seconds."""
+    """Cuts a config to at most eight layers, because thousands of experts take seconds."""
     count, few = config.get("num_hidden_layers", 0), 8
     cut = {key: value[:few] for key, value in config.items() if isinstance(value, list | str) and len(value) == count}
     return {**config, "num_hidden_layers": few, **cut} if count > few else dict(config)

@@ -175,7 +175,7 @@ def test_lengths(isa: str, kv: str, length: int) -> None:
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (17, 3.0)])
 def test_sinks(isa: str, kv: str, window: int, softcap: float) -> None:
-    """Whether a thread has a sequence's splits or all of them share them, and the same bits in any chunk."""
+    """Sinks are right whether one thread has a sequence's splits or all share them; bits are the same in any chunk."""
     attention = Attention(SMOL, window, softcap, kv, sinks=True)
     attention.check(isa, [whole(SMOL, 61), decode(SMOL, 600), Chunk(text(SMOL, 270, 1), 250, 270)])
     (alone,), shared = attention.run_and_look(isa, [decode(SMOL, 600)], threads=3)
@@ -207,7 +207,7 @@ def test_a_soft_cap_without_a_window(isa: str, kv: str) -> None:
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("window", [0, 1, 17, 256, 300])
 def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> None:
-    """With queries of zero every visible position has the same weight, exactly, and the result is the mean of V."""
+    """Queries of zero give every visible position exactly the same weight, so that the result is the mean of V."""
     heads = Heads(6, 2, 16)
     base = text(heads, 600)
     flat = AttendedText(torch.zeros_like(base.q), base.k, base.v)
@@ -328,8 +328,8 @@ def test_nan_stays_in_its_sequence(isa: str, kv: str) -> None:
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("damaged", ["k", "v"])
 def test_a_damaged_row_of_kv_shows_where_it_is_seen(isa: str, kv: str, damaged: str) -> None:
-    """Of one kv head and position; codes have no NaN but in their scale. Queries before it have weight 0 for its V, and
-    0 * NaN may be theirs: all this is one sequence.
+    """The row is of one kv head and position; codes have no NaN but in their scale. Earlier queries have weight 0 for
+    its V, and may get 0 * NaN: all this is one sequence.
     """
     bad = random_text(SMOL, 300, seed=9)
     getattr(bad, damaged)[295, 1] = torch.nan

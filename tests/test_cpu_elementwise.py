@@ -119,7 +119,7 @@ def test_activations(isa: str, name: str) -> None:
 
 @isas
 def test_position_scale(isa: str) -> None:
-    """In place, on columns of a wider row; positions around multiples of the original length."""
+    """The kernel works in place on columns of a wider row; positions lie around multiples of the original length."""
     x, positions = randn(5, 90), np.array([0, 15, 16, 33, 131071], np.int32)
     runner = KernelRunner(isa, 2, tokens=5, inputs={"positions": (positions, TOKENS, ONE_COLUMN)})
     whole = runner.filled(x)
@@ -134,7 +134,7 @@ def test_position_scale(isa: str) -> None:
 
 @isas
 def test_scale(isa: str) -> None:
-    """In place, on columns of a wider row."""
+    """The kernel works in place on columns of a wider row."""
     x = randn(5, 90)
     runner = KernelRunner(isa, 2, tokens=5)
     whole = runner.filled(x)
@@ -401,7 +401,7 @@ def test_malformed_operands_are_refused(
 @pytest.mark.parametrize("columns", [577, 64, 7, 1])
 @pytest.mark.parametrize("threads", THREADS)
 def test_mean_rows(isa: str, columns: int, threads: int) -> None:
-    """Of sequences of several lengths, with the same bits in another batch."""
+    """Means of sequences of several lengths are right, and have the same bits in another batch."""
     starts = [0, 1, 8, 21]
     x = randn(starts[-1], columns)
     ends, texts = (1, 0, 1, 0, 0, 0), (0, 0, 1, 0, 0, 0)

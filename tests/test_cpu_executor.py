@@ -338,7 +338,7 @@ def slow_runner(threads: int) -> KernelRunner:
 
 
 def test_python_runs_while_a_step_computes() -> None:
-    """In one of some steps, at least: a busy machine may not run this thread during a short one."""
+    """One of some steps at least shows it: a busy machine may not run this thread during a short one."""
     runner = slow_runner(1)
     for _ in range(20):
         started, ended = threading.Event(), threading.Event()

@@ -100,7 +100,7 @@ def test_weights_beyond_a_strip(isa: str, kernel: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_that_are_stored_past_the_caches(isa: str, kernel: str) -> None:
-    """Of logits: all but the first ones, and but the last columns, where they are few."""
+    """Logits are stored so, except for the first rows, and for the last columns where they are few."""
     problem = Problem(kernel, 19, (1 << 14) + 5, 40)
     wide = problem.run(isa, "f32", threads=2)
     assert relative_error(wide, problem.expected()) < GEMM_F32
@@ -193,7 +193,7 @@ def test_work(kernel: str, epilogue: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_requests_in_flight_share_one_pass_of_the_weights(isa: str, kernel: str) -> None:
-    """With as many columns as the MLP of a model of 8 billion weights has; prompts may be read in several panels."""
+    """Weights have the columns of an 8-billion-parameter model's MLP; prompts may be read in several panels."""
     for tokens in 33, 64:
         assert Problem(kernel, tokens, 32, 14_336).work(isa)["weight_passes"] == 1
     passes = Problem(kernel, 100, 32, 14_336).work(isa)["weight_passes"]

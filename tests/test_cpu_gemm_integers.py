@@ -39,7 +39,7 @@ def test_the_largest_int8_products_neither_saturate_nor_wrap(isa: str, tokens: i
 @pytest.mark.parametrize("tokens", [1, 2, 6, 7, 33])
 @pytest.mark.parametrize("kernel", FOUR_BIT_KERNELS)
 def test_weights_of_4_bits_give_the_same_bits_everywhere(kernel: str, tokens: int) -> None:
-    """Of one run on every instruction set; of several on those that have an FMA."""
+    """One quantization group gives the same bits on every instruction set, several on those that have an FMA."""
     whole, runs = (Problem(kernel, tokens, 70, 1300, bias=True, group=group) for group in (0, 32))
     numbers = whole.numbers()
     scaled = (whole.x.double() @ numbers.T).float() * whole.of_groups["scale"].float().T

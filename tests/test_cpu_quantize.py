@@ -25,7 +25,7 @@ def rows_of(columns: int) -> torch.Tensor:
 
 
 def quantized(x: torch.Tensor, group: int = 0, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the definition, in fp32 throughout. given: the largest of each run, or that of its numbers."""
+    """Quantizes by the definition, in fp32 throughout. given: amax of each row; None: that of each group's numbers."""
     runs = runs_of(x.float(), group)
     largest = runs.abs().amax(dim=2, keepdim=True)
     if given is not None:
@@ -147,7 +147,7 @@ def test_scales_that_are_given(isa: str, columns: int, group: int) -> None:
 
 
 def normed_rows(isa: str, x: torch.Tensor) -> torch.Tensor:
-    """As the same kernel gives them without quantizing."""
+    """The rows that the same kernel gives without quantizing."""
     runner = KernelRunner(isa, tokens=ROWS)
     out = runner.buffer(*x.shape, "f32")
     operands: Operands = {"x": runner.filled(x), "weight": weight(torch.ones(x.shape[1])), "out": out}

@@ -90,7 +90,7 @@ class Write:
         runner.call("gemm_w8a16@1", operands, {"epilogue": "none"})
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """In fp32 and in transformers' order; a product and a sum are each rounded, so the bits are those too."""
+        """Rotates in fp32 and in transformers' order; each product and sum is rounded, so even the bits agree."""
         cos, sin = (torch.cat((table, table), dim=-1)[:, None] for table in (self.cos, self.sin))
         first, second = x[..., : self.rotated].chunk(2, dim=-1)
         turned = x[..., : self.rotated] * cos + torch.cat((-second, first), dim=-1) * sin
@@ -126,7 +126,7 @@ def test_the_first_dims_turn_alone(isa: str, kv: str, rotated: int) -> None:
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize(("head_dim", "rotated"), [(50, 0), (50, 32), (512, 512)])
 def test_queries_alone(isa: str, kv: str, head_dim: int, rotated: int) -> None:
-    """For what another layer has written: the same bits, and nothing is written."""
+    """Queries alone, for KV that another layer has written, have the same bits, and no KV is written."""
     write = Write(Heads(4, 2, head_dim), 19, rotated, kv)
     before = write.poisoned_pools(len(write.pools.plane(0, "key")))
     assert torch.equal(write.run(isa, 3, queries_alone=True), write.turned(write.q).bfloat16().float())

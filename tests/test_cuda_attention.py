@@ -41,7 +41,7 @@ SOME = [*BY_KV, *CROWDED, SHAPES[2], SHAPES[5], SHAPES[7], *SINKS]  # tests/long
 
 @functools.cache
 def library() -> Kernels:
-    """Of all tests here, compiled at once."""
+    """The kernels of all tests here, compiled at once."""
     return compiled(SOME)
 
 

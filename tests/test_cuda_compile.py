@@ -96,7 +96,7 @@ def made(sources: Path, cache: Path) -> dict[str, dict[Instance, Compiled]]:
 
 
 def reported(expression: str, sm: str) -> tuple[int, ...]:
-    """What the assembler itself says: registers, stack and shared memory."""
+    """Reads a kernel's registers, stack bytes and shared memory bytes from the assembler's log."""
     log = assembler_log(KERNEL.replace('#include "inner.cuh"', INNER), expression, sm)
     found = [re.search(rf"(\d+) {what}", log) for what in ("registers", "bytes cumulative", "bytes smem")]
     return tuple(int(match[1]) if match else 0 for match in found)
@@ -313,7 +313,7 @@ def test_products_of_warpgroups_stay_in_flight(header: str, expression: str, wai
 
 
 def _recurrences() -> list[tuple[str, dict[str, Matrix], dict[str, int | float | str]]]:
-    """Of the sizes that models have: 16 and 32 heads of 128, and Nemotron-H's 128 of 64."""
+    """Recurrences of models' sizes: 16 and 32 heads of 128, and Nemotron-H's 128 of 64."""
     rows = linear(tokens=1)
 
     def matrix(columns: int, dtype: str = "f32") -> Matrix:

@@ -1,4 +1,4 @@
-"""What CudaDevice calls, through cuda-bindings itself: an engine on a driver of ours, which checks and emulates."""
+"""CudaDevice's calls through cuda-bindings itself: an engine on a driver of ours, which checks calls and emulates."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(module: str, driver: Path, kernels: Path, given: object, **more: str) -> dict[str, Any]:
-    """By a process where libcuda.so.1 is the driver, and emulates these kernels."""
+    """Output of a module in a process whose libcuda.so.1 is our driver, which emulates these kernels."""
     paths = {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
         [sys.executable, "-m", module],

@@ -139,7 +139,7 @@ def test_activations(function: str, dtype: str, gates: int) -> None:
 
 
 def test_activations_of_several_rows_a_token() -> None:
-    """Of experts: three for each of five tokens."""
+    """Activations of experts: three rows for each of five tokens."""
     rows, x = linear(tokens=3), np.random.default_rng(12).standard_normal((15, 70)).astype(np.float32)
     out = empty("bf16", rows, 15, 70, 192, 128)
     run("Activation", {"x": strided("f32", rows, x, 77), "out": out}, activation="relu2", group=0)

@@ -134,7 +134,7 @@ def check_engine(family: str, quant: str, kv: str, *, batch_invariant: bool | No
 
 
 def bound_of_fp8(graph: ir.Model, tokens: list[int], expected: NDArray[np.float32]) -> float:
-    """What a graph with FP8 activations makes of attention that is off by a rounding to BF16."""
+    """Bound for FP8 activations: a multiple of the graph's error if attention is off by a rounding to BF16."""
     noisy = RaggedRun(with_noise(graph, 2**-9), num_blocks=8).step({"text": tokens})["text"]
     return tolerances.ENGINE_GRAPH_FP8 * relative_error(noisy, expected)
 
@@ -162,7 +162,7 @@ def test_the_gate_simulates_fp8_activations(scales: str) -> None:
 
 
 def test_logits_are_batch_invariant_where_kernels_are() -> None:
-    """In steps of at most 64 tokens, which take the same kernels: alone, together, and in other pieces."""
+    """Logits have the same bits alone, together and in other chunks, in steps of up to 64 tokens by equal kernels."""
     path, _, kernels = built("llama", "bf16")
     texts = [random_tokens(count, seed=count).tolist() for count in (1, 9, 33)]
     with EngineFile.open(path) as file:
@@ -181,7 +181,7 @@ def test_logits_of_a_batch_invariant_engine() -> None:
 
 
 def check_batch_invariant_logits(family: str, quant: str, *, others_differ: bool = False) -> None:
-    """In steps of any size, for which others may have kernels of other bits."""
+    """Checks batch invariance in steps of any size; without it, kernels for other sizes may give other bits."""
     texts = [random_tokens(count, seed=count).tolist() for count in (9, 30, 61)]
 
     def scored(batch_invariant: bool, cut: int, seqs: int) -> bytes:
@@ -199,7 +199,7 @@ def check_batch_invariant_logits(family: str, quant: str, *, others_differ: bool
 def answers(
     monkeypatch: pytest.MonkeyPatch, batches: Sequence[Sequence[Asked]], cut: int, blocks: int
 ) -> tuple[list[list[SampledToken]], bool]:
-    """Of an engine whose KV cache has so many blocks; and whether a request of the last batch was preempted."""
+    """Outputs of an engine whose KV cache has `blocks` blocks, and if a request of the last batch was preempted."""
     path, _, kernels = built("wide", "int4-rtn", batch_invariant=True)
     told, device = [], device_for(kernels)
     monkeypatch.setattr(core, "open_executor", lambda engine, config: CudaExecutor(engine, device, config))
@@ -236,7 +236,7 @@ def check_batch_invariant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a KV cache that does not hold all of them at once, so that some are preempted; decoding replays graphs."""
+    """The KV cache cannot hold all texts at once, so that some are preempted; decoding replays graphs."""
     path, _, kernels = built("llama", "bf16")
     prompts = [random_tokens(count, seed=count).tolist() for count in (25, 29, 27, 26)]
     told, device = [], device_for(kernels)
@@ -292,7 +292,7 @@ def test_steps_that_decode_take_the_next_larger_graph() -> None:
 
 
 class Deltas:
-    """What a request's answers are told."""
+    """A record of the deltas of a request's completions."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -313,7 +313,7 @@ def downloaded(gpu: CudaExecutor, address: int, count: int) -> NDArray[np.int32]
 
 
 def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each step those that the CPU draws from the same logits, which nobody else copies from the device."""
+    """Each step's tokens are those that the CPU samples from the same logits, which nobody else copies to the host."""
     path, _, kernels = built("llama", "bf16")
     steps = []
     with EngineFile.open(path) as file:

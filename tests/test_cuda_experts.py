@@ -154,7 +154,7 @@ class Experts:
         self.launches = launches_on(arch, call, FORMATS[gemm.format], TILES[gemm.format])
 
     def run(self, kernels: Kernels, which: int, schedule: str = "forward", seed: int = 0) -> torch.Tensor:
-        """By one of the launches, whatever the number of rows."""
+        """Runs one of the launches, whatever the number of rows."""
         gemm, launch, rows = self.gemm, replace_rows(self.launches[which]), sum(self.counts)
         out = empty(gemm.to, linear(tokens=1), rows, gemm.outputs, _buffer(gemm.to, gemm.outputs).stride)
         starts = np.array([0, *accumulate(self.counts)], np.int32)
@@ -196,7 +196,7 @@ class Experts:
 
 
 def replace_rows(launch: Launch) -> Launch:
-    """For any number of rows."""
+    """The launch for any number of rows."""
     return msgspec.structs.replace(launch, low=1, high=2**31 - 1)
 
 

@@ -77,7 +77,7 @@ def test_products_are_those_of_the_packed_weights(kernels: Kernels, gemm: Gemm, 
 
 @pytest.mark.parametrize("sm", [89, 90])
 def test_gpus_multiply_fp8_in_their_own_ways(sm: int) -> None:
-    """As it is, or as f16; for what is compiled as SM 80, as bf16."""
+    """FP8 is multiplied as it is, or as f16; in code for SM 80, as bf16."""
     calls = [(gemm, tokens) for gemm, tokens in CALLS if gemm.format == "fp8a8"]
     kernels = compiled(calls, sm)
     for gemm, tokens in calls:
@@ -101,7 +101,7 @@ def test_few_tokens_have_the_same_bits_in_any_company(kernels: Kernels, gemm: Ge
 
 @pytest.mark.parametrize("gemm", [BF16, W4A16], ids=["bf16", "w4a16"])
 def test_tiles_of_all_sizes_give_the_same_bits(kernels: Kernels, gemm: Gemm) -> None:
-    """Where tokens are many."""
+    """Tiles for many tokens give the bits of those for few."""
     large = replace(gemm, large=True)
     result = Problem(large, 65).run(compiled([(large, 65)]))
     assert torch.equal(result, Problem(gemm, 65).run(kernels))
@@ -131,7 +131,7 @@ def test_integers_have_the_same_bits_in_any_company(kernels: Kernels) -> None:
 
 
 def test_each_barrier_is_missed(kernels: Kernels) -> None:
-    """Of one call or another: where the sums of a block are small, they are not in the way of its last stage."""
+    """Each barrier is needed by one call or another: a block's small sums do not overlap its last stage."""
     problems = [Problem(BF16, 3), Problem(BF16, 64), Problem(W4A16, 32), Problem(W4A16, 65)]
     assert_each_site_is_missed(kernels, problems, seeds=8)
     assert bool(kernels.sites) == (Kernels is EmulatedKernels)

@@ -86,7 +86,7 @@ def test_e4m3_is_summed_in_runs(kernels: Kernels) -> None:
 
 
 def _cut_sums(problem: Problem, run: int) -> torch.Tensor:
-    """What tensor cores make of runs of so many columns, if emulated_wgmma.h is right about them."""
+    """Sums by tensor cores over `run` columns at a time, if emulated_wgmma.h is right about them."""
     x, weight = problem.x.double(), problem.weights["weight"].double()
     products = torch.nn.functional.pad(x[:, None] * weight, (0, -x.shape[1] % 32))  # [tokens, rows, columns]
     total, before = torch.zeros(products.shape[:2]).double(), torch.zeros(*products.shape[:2], 1).double()

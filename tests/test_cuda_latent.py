@@ -186,7 +186,7 @@ CROWDED = replace(SMALL, crowded=True)
 
 @functools.cache
 def library() -> Kernels:
-    """Of all tests of attention here, compiled at once."""
+    """The kernels of all tests of attention here, compiled at once."""
     return compiled([SMALL, WIDE, CROWDED])
 
 

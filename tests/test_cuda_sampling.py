@@ -170,7 +170,7 @@ def test_logits_of_equal_weights_are_equals_in_top_p(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("filters", [{"top_k": 12, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.001}], ids=str)
 def test_draws_are_those_of_the_reference(kernels: Kernels, filters: dict[str, Any]) -> None:
-    """With a thousand threads."""
+    """A thousand threads sample the reference's tokens."""
     params, vocab = SamplingParams(seed=9, temperature=0.9, **filters), LARGE[0]
     logits = logits_of(vocab, 4, spread=3.0)
     requests = [request(params, vocab, [0] * (row + 1)) for row in range(4)]
@@ -286,7 +286,7 @@ def test_neither_company_nor_schedule_matters_and_each_barrier_does(kernels: Ker
     assert not kernels.sites or len(kernels.sites) > 10
 
     def noticed() -> bool:
-        """In a process of its own: without a barrier, the kernel may write anywhere."""
+        """True if a schedule has another result, in a process of its own: without a barrier, writes may go anywhere."""
         child = os.fork()
         if child == 0:
             faulthandler.disable()
@@ -317,7 +317,7 @@ class CountingDevice(EmulatedDevice):
 
 
 def test_one_copy_goes_there_and_one_comes_back() -> None:
-    """Of a few bytes a row; and all memory is taken at the start, for the longest histories and most biases."""
+    """Each copy has a few bytes a row; memory for the longest histories and most biases is allocated at the start."""
     vocab, threads = SMALL
     launch = _launch(vocab, threads)
     device = CountingDevice(Specialization(SAMPLING_SOURCES["sample_rows"], launch.kernel))
@@ -369,7 +369,7 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
 
 
 def test_a_token_that_is_being_drawn_counts(kernels: Kernels) -> None:
-    """Whether the history has it or not: what is sampled next is the same as with its name."""
+    """A token that is still being sampled counts, in the history or not: the next one is as if it were known."""
     params = [
         SamplingParams(seed=4, temperature=2.0, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=-0.5),
         SamplingParams(temperature=0.0, frequency_penalty=-2.0, logprobs=2),

@@ -34,7 +34,7 @@ def made(cache: Path) -> dict[str, Compiled]:
 
 
 def interpreted(module: str, *arguments: str) -> list[Any]:
-    """What a module of tests.helpers prints in a process whose kernels run in Triton's interpreter."""
+    """Output of a module of tests.helpers in a process whose kernels run in Triton's interpreter."""
     found = subprocess.run(
         [sys.executable, "-m", f"tests.helpers.{module}", *arguments],
         cwd=ROOT,
@@ -82,7 +82,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def test_the_same_bytes_again(made: dict[str, Compiled], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From other caches, another folder, and whatever the environment asks Triton for."""
+    """Other caches, another folder, and options for Triton in the environment change no byte."""
     monkeypatch.chdir(tmp_path)
     for name, value in {"TRITON_DEFAULT_FP_FUSION": "1", "DISABLE_PTXAS_OPT": "1", "NVRTC_APPEND_FLAGS": "-G"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What operators copy from deploy/: its options exist, its metrics are there, its templates make what they should."""
+"""Files that operators copy from deploy/: their options and metrics exist, and their templates render correctly."""
 
 import configparser
 import json

@@ -131,7 +131,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub and MkDocs make them."""
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
     headings = re.findall(r"^#+ (.*)", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

@@ -89,7 +89,7 @@ def test_threads_beyond_the_cores() -> None:
 
 
 def test_blocks_that_bound_the_tokens() -> None:
-    """Of layers with a window fewer blocks are enough: they do not bound the tokens."""
+    """Layers with a window need fewer blocks, so they do not bound the tokens."""
     from enginewright.runtime.engine import Engine
 
     with Engine.open(tiny_engine()) as engine:

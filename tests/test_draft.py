@@ -182,7 +182,7 @@ def test_first_layers_are_a_model_of_its_own(family: str, count: int) -> None:
 
 
 def test_weights_of_first_layers_are_in_memory_once(tmp_path: Path) -> None:
-    """With their bytes read from the file, too: nothing of them is read again."""
+    """Shared weights are read from the file once too, and nothing of them is read again."""
     path = tmp_path / "skip.engine"
     report = build_engine(tiny("target"), CONFIG, path, draft=FirstLayers(1))
     with Engine.open(path, verify=True) as engine:
@@ -247,7 +247,7 @@ def test_the_builder_names_what_guesses(tmp_path: Path) -> None:
 
 
 def test_doctor_counts_the_draft_that_guesses(built: dict[str, BuildReport]) -> None:
-    """What it says of both models is what they have where the engine runs."""
+    """Its figures for both models are those of a running engine."""
     limits: dict[str, Any] = {"threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory": "1m"}
     with_draft, without = (
         examine(built["both"].path, runtime_config(**limits, speculate=asked)) for asked in ("draft", "off")

@@ -36,7 +36,7 @@ def assembled(head: WithEagle, config: BuildConfig = CONFIG) -> Assembly:
 
 
 def feeds_of(graph: ir.Model, tokens: list[int], **more: Any) -> dict[str, Any]:
-    """Of one text, from its beginning."""
+    """Inputs of a graph for one text from its first token on."""
     feeds: dict[str, Any] = {"tokens": np.array([tokens]), "positions": np.arange(len(tokens))[None], **more}
     for value in graph.graph.inputs:
         if str(value.name).startswith("past_"):

@@ -70,7 +70,7 @@ def checkpoint(family: str, kind: str) -> MemoryCheckpoint:
 
 
 class PairCheckpoint(MemoryCheckpoint):
-    """With a tokenizer that says which token is of the second text."""
+    """A checkpoint whose tokenizer marks the tokens of the second text."""
 
     @property
     def tokenizer(self) -> TokenizerFiles:
@@ -117,7 +117,7 @@ def expected_rows(family: str, kind: str) -> list[np.ndarray]:
     ("family", "kind", "quant"), CASES, ids=[f"{family}-{kind}-{quant.name}" for family, kind, quant in CASES]
 )
 def test_an_engine_embeds_as_transformers_does(family: str, kind: str, quant: QuantConfig) -> None:
-    """On every instruction set, with the same bits alone, and cut where only tokens before count."""
+    """Vectors are right on every instruction set, with the same bits alone, and in chunks where attention is causal."""
     path, reference = engine_of(family, kind, quant), expected_rows(family, kind)
     with Engine.open(path) as engine:
         assert engine.plan.whole_texts == (family in ENCODERS or kind == "mean")

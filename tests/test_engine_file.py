@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def opening_fails(data: bytes, folder: Path) -> str:
-    """What opening a file of these bytes says."""
+    """The error that opening a file of these bytes raises."""
     path = folder / "damaged.engine"
     path.write_bytes(data)
     with pytest.raises(CorruptEngineError) as error:
@@ -146,7 +146,7 @@ def test_the_temporary_file_is_an_engine(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_is_found(path: Path) -> None:
-    """In the header by opening, in weights by verifying, elsewhere by both; padding is no exception."""
+    """Opening finds a flipped byte in the header, verifying one in weights, both any other; padding is no exception."""
     whole = path.read_bytes()
     with EngineFile.open(path) as engine:
         starts = sorted((offset, name) for name, offset in engine.offsets.items() if engine.sections[name].nbytes)
@@ -360,7 +360,7 @@ def test_bytes_behind_the_end_and_other_padding(path: Path) -> None:
 
 
 def test_the_header_has_room_for_what_was_announced(tmp_path: Path) -> None:
-    """As many sections as expected with long names, and a dozen more, fit; far more are refused by name."""
+    """The expected number of sections with long names and a dozen more fit; far more are refused by name."""
     for expected, written in ((300, 312), (1, 100)):
         path = tmp_path / f"{expected}.engine"
         with EngineWriter(path, expected) as writer:

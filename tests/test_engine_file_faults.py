@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(params=["unnamed", "hidden"])
 def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether temporary files have a name."""
+    """True if temporary files have a name."""
     if request.param == "hidden":
         monkeypatch.setattr(new_file, "_O_TMPFILE", 0)
     return bool(request.param == "hidden")
@@ -161,7 +161,7 @@ def test_short_writes(named: bool, folder: Path, whole: bytes) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, OSError])
 def test_weights_that_cannot_be_made(error: type[BaseException], named: bool, folder: Path) -> None:
-    """What the caller's chunks raise goes up as it is."""
+    """An error that the caller's chunks raise is passed on unchanged."""
     before = contents(folder)
 
     def failing() -> Iterator[bytes]:

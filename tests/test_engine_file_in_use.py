@@ -40,7 +40,7 @@ def truncate(path: Path) -> None:
 
 
 def copy_over(path: Path) -> None:
-    """As `cp` does, an engine of other weights: the file has the length that it had."""
+    """Overwrites an engine in place, as `cp` does, with one of other weights and the same length."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     path.write_bytes(data)

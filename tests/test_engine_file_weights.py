@@ -140,7 +140,7 @@ def has_groups(reader: Reader) -> bool:
 def test_a_reader_in_numpy_restores_every_weight(
     quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model with experts, whose gates and ups lie in pairs; of several groups, of which the last one is short."""
+    """The model has experts, whose gates and ups lie in pairs, and several groups, of which the last one is short."""
     config = tiny_config("qwen3_moe", hidden_size=80, num_hidden_layers=2, mlp_only_layers=[0])
     (tmp_path / "data.txt").write_text(CALIBRATION)
     data = str(tmp_path / "data.txt") if quant.calibrated else None

@@ -157,7 +157,7 @@ def outliers(checkpoint: MemoryCheckpoint, norm: float = 1, up: float = 1) -> ir
 
 
 def layer_errors(model: ir.Model, quant: QuantConfig) -> dict[str, float]:
-    """Of what each of the experts' products gives, mean over experts, relative: {"gate_up": …, "down": …}."""
+    """Relative errors of the experts' products, means over experts: {"gate_up": …, "down": …}."""
     run_passes(model, quant.prepare(Calibration(TEXTS)))
     errors: dict[str, list[float]] = {"gate_up": [], "down": []}
 
@@ -200,7 +200,7 @@ def test_smoothing_says_which_experts_no_text_came_to(checkpoint: MemoryCheckpoi
 
 
 def test_packing_reads_one_expert_at_a_time(checkpoint: MemoryCheckpoint) -> None:
-    """Of the weights that are stored one by one; and the last few alone are kept open."""
+    """Weights that are stored one by one are read one by one, and only the last few stay open."""
     names = {f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(EXPERTS) for p in ("gate", "up", "down")}
     parts = {}
     for name, value in checkpoint.stored.items():

@@ -104,7 +104,7 @@ def check_family(
 
 @pytest.mark.parametrize("family", LATENT)
 def test_a_latent_cache_has_one_vector_for_each_token_and_layer(family: str, tmp_path: Path) -> None:
-    """Of sizes that fill whole cache lines, as published ones do (512 + 64); others are filled up to these."""
+    """Sizes fill whole cache lines here, as published ones do (512 + 64); others are padded to such sizes."""
     config, path = tiny_config(family, qk_rope_head_dim=32), tmp_path / "tiny.engine"
     build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(quant=W8A8(), gate=None), path)
     values = config["num_hidden_layers"] * (config["kv_lora_rank"] + config["qk_rope_head_dim"])

@@ -132,7 +132,7 @@ def test_the_whole_file_is_the_same_by_any_number_of_threads(
 
 
 class _Page(HTMLParser):
-    """What a page holds; it fails where a tag is not closed."""
+    """A parser that collects a page's tags and attributes; it fails where a tag is not closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Page(HTMLParser):
 
 @pytest.mark.parametrize("limits", ["quick", "kl=0"])
 def test_the_report_is_one_page_and_json(limits: str, checkpoint: Path, tmp_path: Path) -> None:
-    """Of a build that was refused, too."""
+    """A build that the gate refuses writes its report too."""
     page = tmp_path / "report.html"
     built = run("build", checkpoint, "-o", tmp_path / "x.engine", "--report", page, "--gate", limits)
     assert built.exit_code == (0 if limits == "quick" else 7)

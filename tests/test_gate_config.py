@@ -1,4 +1,4 @@
-"""What `--gate` takes, what it refuses, and what passes a limit."""
+"""Values that `--gate` accepts and refuses, and measurements that pass a limit."""
 
 import pytest
 

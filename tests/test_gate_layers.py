@@ -37,7 +37,7 @@ def measured(path: Path, quant: QuantConfig, family: str = "llama", **overrides:
 
 
 def inputs_of_layers(model: torch.nn.Module, texts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """What each linear layer of transformers' model reads, [tokens, K]."""
+    """Inputs of each linear layer of transformers' model, [tokens, K]."""
     seen: dict[str, list[torch.Tensor]] = {}
     hooks = [
         module.register_forward_hook(lambda _, x, y, name=name: seen.setdefault(name, []).append(x[0][0]))

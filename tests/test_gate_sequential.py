@@ -26,7 +26,7 @@ def checkpoint() -> MemoryCheckpoint:
 
 
 class Counted(Silent):
-    """How much of the last phase was to be done, and was done."""
+    """A console that counts the work of the last phase: in total, and done."""
 
     def __init__(self) -> None:
         self.name, self.total, self.done = "", 0, 0
@@ -120,7 +120,9 @@ def test_the_factors_are_students() -> None:
 
 
 def test_the_intervals_have_the_mean_although_texts_differ() -> None:
-    """Of many draws of texts whose means differ; as if positions were independent, half of them would not."""
+    """Of many samples of texts with different means, nearly all intervals hold the true mean; if positions counted as
+    independent, a third or more would not.
+    """
     generator = torch.Generator().manual_seed(1)
     misses = narrow = 0
     for draw in range(300):

@@ -100,7 +100,7 @@ def test_the_simulation_has_the_kv_cache_of_gpus(kv: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["i8", "e4m3"])
 def test_keys_are_rounded_as_in_a_pool(dtype: str) -> None:
-    """To the last bit; one head is zeros, one holds too little to have a scale, one a NaN."""
+    """Keys agree to the last bit; one head is zeros, one has numbers too small for a scale, one has a NaN."""
     x = torch.randn(997, 3, 29, generator=torch.Generator().manual_seed(0))
     x[1, 1], x[2, 0], x[3, 2, 7] = 0.0, 1e-37, torch.nan
     codes, scale = codes_of(x, dtype)
@@ -111,7 +111,9 @@ def test_keys_are_rounded_as_in_a_pool(dtype: str) -> None:
 
 
 def test_numbers_of_4_bits_are_rounded_as_in_a_pool() -> None:
-    """To the last bit; one group is all one number, one holds too little, one a NaN. Queries and keys are rotated."""
+    """Numbers agree to the last bit; one group is all one number, one is too small, one has a NaN. Queries and keys are
+    rotated.
+    """
     q, k, v = (torch.randn(37, heads * 80, generator=torch.Generator().manual_seed(heads)) for heads in (6, 3, 2))
     k, v = k[:, :160], v.clone()
     v[1, :32], v[2, 32:64], v[3, 70] = 0.7, 1e-37, torch.nan

@@ -1,4 +1,4 @@
-"""What is launched for a matrix product on each architecture."""
+"""Launches for a matrix product on each architecture."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -34,7 +34,7 @@ def descs() -> list[GemmDesc]:
 
 
 def both(arch: ArchSpec) -> tuple[ArchSpec, ...]:
-    """With and without wgmma, where the architecture has it."""
+    """The architecture with and without wgmma, where it has it."""
     return (arch, replace(arch, wgmma_gemm=True)) if arch.name == "sm_90a" else (arch,)
 
 
@@ -123,7 +123,7 @@ def _on(gemm: Gemm, multiprocessors: int) -> Gemm:
 
 
 def test_launches_of_each_architecture_compile() -> None:
-    """Without spilling: those whose numbers no other architecture has."""
+    """Launches whose sizes no other architecture has compile without spills."""
     gemm = Gemm("bf16", 4096, 14336, to="bf16")
     wanted = [
         (name, Instance(f"{launch.kernel.partition('<')[0]}.cuh", launch.kernel))

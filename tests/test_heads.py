@@ -268,7 +268,7 @@ def test_an_engine_with_heads_is_the_same_model(case: str, shared: set[str], sou
 
 @pytest.mark.parametrize(("case", "quant"), SOME_QUANTIZED)
 def test_heads_are_quantized_as_the_model_is(case: str, quant: str, tmp_path: Path) -> None:
-    """Without scales that only texts could tell, on all targets."""
+    """Heads have the model's quantization on all targets, but no static scales, which need calibration texts."""
     settings = {"activation_scheme": "static"} if quant == "int8-sq" else {}
     config = replace(CONFIG, targets=("cpu", "cuda:sm_90a"), quant=quant_config(quant, **settings))
     head = head_of(case)
@@ -340,7 +340,7 @@ def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def _step(executor: Executor, sequence: TokenSequence) -> StepPlan:
-    """Of a whole prompt."""
+    """Plans a step with a complete prompt."""
     scheduler = Scheduler(executor.plan.caches, executor.memory_plan.limits, executor.memory_plan.num_blocks)
     sequence.needs_prompt_logits = True
     scheduler.add(sequence)
@@ -350,7 +350,7 @@ def _step(executor: Executor, sequence: TokenSequence) -> StepPlan:
 
 
 def changed(checkpoint: MemoryCheckpoint, **instead: torch.Tensor | None) -> MemoryCheckpoint:
-    """With other tensors of these names, or without them."""
+    """A copy of the checkpoint with other tensors of these names, or without those that are None."""
     stored = {**checkpoint.stored, **instead}
     return replace(checkpoint, stored={name: value for name, value in stored.items() if value is not None})
 

@@ -67,7 +67,7 @@ def test_logits_are_those_of_transformers(family: str, overrides: dict[str, Any]
 
 @cache
 def engine_of(family: str, quant: str = "bf16", longest: int = LONGEST) -> Path:
-    """Of `config_of`."""
+    """The engine of a tiny model with `config_of`'s config."""
     config = config_of(family, longest)
     path = folder_of_engines() / f"{family}-{quant}-{longest}.engine"
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
@@ -250,7 +250,7 @@ def test_a_wrapper_gives_its_text_model() -> None:
 
 
 def test_kimi_linear_as_it_is_published() -> None:
-    """With the config's own section and names, and with taps and experts one by one."""
+    """A published checkpoint is read: its config's own section and names, and convolutions and experts one by one."""
     config = tiny_config("kimi_linear")
     plain = MemoryCheckpoint.of(tiny_model(config), config)
     stored: dict[str, torch.Tensor] = {}

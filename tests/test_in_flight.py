@@ -93,7 +93,7 @@ def test_many_requests_in_memory_for_a_tenth(engine: Engine, mixed_alone: Answer
 
 
 def test_the_same_with_random_aborts(engine: Engine, mixed_alone: Answers) -> None:
-    """What an aborted one has written is the beginning of its answer; the others do not notice."""
+    """An aborted request has generated a prefix of its completion; the others do not change."""
     prompts, params = mixed()
     lengths = [len(prompt) + (one.max_tokens or 0) for prompt, one in zip(prompts, params, strict=True)]
     random = np.random.default_rng(3)

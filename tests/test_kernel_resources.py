@@ -1,4 +1,4 @@
-"""What benchmarks/kernel_resources.py makes of compiled kernels, and what those of tiny models take."""
+"""Tables by benchmarks/kernel_resources.py of compiled kernels, and resources of tiny models' kernels."""
 
 from pathlib import Path
 

@@ -28,7 +28,7 @@ def seen_blocks(kv: PagedCache, first: int, end: int) -> set[int]:
 
 
 def extended(cache: Cache, held: list[BlockTable], computed: int, length: int) -> list[list[int]]:
-    """What is new, a group."""
+    """Extends a sequence's tables; gives the new blocks of each group."""
     new: list[list[int]] = [[] for _ in held]
     cache.extend(held, computed, length, new, [[] for _ in held])
     return new
@@ -112,7 +112,7 @@ def test_what_is_reserved_is_there() -> None:
 
 @pytest.mark.parametrize(("window", "chunk", "block_size"), [(7, 1, 4), (7, 5, 4), (1, 3, 2), (8, 8, 4), (5, 2, 1)])
 def test_a_window_holds_no_more_than_is_reserved(window: int, chunk: int, block_size: int) -> None:
-    """At any cut of the text, and the reservation is not larger than some cut needs, by more than a block."""
+    """A window stays within its reservation however the text is split, and some split needs all but a block of it."""
     kv, most = group(window, block_size), 0
     for first_chunk in range(1, chunk + 1):
         cache = Cache([kv], [1000], chunk)

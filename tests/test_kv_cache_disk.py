@@ -1,4 +1,4 @@
-"""What the prefix cache keeps on disk: found again, right or not at all, within its bounds, and nobody else's."""
+"""The prefix cache on disk: entries are found again, right or not at all, within its capacity, by their owner alone."""
 
 import errno
 import json
@@ -63,7 +63,7 @@ pytestmark = pytest.mark.usefixtures("reading_pays")
 
 
 class Collected:
-    """What came of one request."""
+    """The output of one request."""
 
     def __init__(self) -> None:
         self.tokens, self.text = 0, ""
@@ -102,7 +102,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def engine(
     request: pytest.FixtureRequest, engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Engine]:
-    """Of what the parameter names."""
+    """An engine of the family, and for the device, that the parameter names."""
     family, _, on_gpu = request.param.partition(", ")
     with gpu_engine(family, monkeypatch) if on_gpu else Engine.open(engines(family)) as opened:
         yield opened
@@ -126,7 +126,7 @@ def stepped(core: EngineCore) -> None:
 
 
 def answered(engine: Engine, limits: dict[str, Any]) -> str:
-    """What comes of a prompt, and what it leaves on disk."""
+    """Generates the text for a prompt, and leaves its prefix on disk."""
     core, whole = EngineCore(engine, runtime_config(**{**LIMITS, **limits})), Collected()
     core.add(core.request(prompt(1), PARAMS, whole))
     while core.has_work:
@@ -308,7 +308,7 @@ def test_tenants_and_instruction_sets_share_nothing(llama: Path, tmp_path: Path)
 
 
 def test_devices_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one file, the engine for CPUs and that for GPUs, and GPUs of two architectures."""
+    """A file's engines for CPUs and for GPUs share no entries, nor do GPUs of two architectures."""
     with gpu_engine("llama", monkeypatch) as on_gpu, Engine.open(on_gpu.file.path, "cpu") as on_cpu:
         for engine in on_cpu, on_gpu:
             with opened(engine, tmp_path) as llm:
@@ -438,7 +438,7 @@ def test_a_server_answers_and_ends_in_order_with_odd_files_in_its_folder(tmp_pat
 
 
 def store(folder: Path, identity: str = "a", capacity: int = 1000) -> DiskStore:
-    """Of two groups, whose entries take 100 and 50 bytes."""
+    """A store of two groups, whose entries take 100 and 50 bytes."""
     return DiskStore(folder, identity * 64, capacity, [100 - HASH_BYTES, 50 - HASH_BYTES])
 
 

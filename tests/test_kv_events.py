@@ -1,4 +1,4 @@
-"""What the server says of its KV cache over ZeroMQ: a subscriber that follows it knows what is there."""
+"""Events of the KV cache over ZeroMQ: a subscriber that follows them knows which blocks there are."""
 
 import random
 import socket
@@ -56,7 +56,7 @@ def decoded(number: bytes, payload: bytes) -> Batch:
 
 
 class Router:
-    """What somebody knows who follows the events: hashes that are there, a group."""
+    """A subscriber's knowledge of the cache: hashes of the blocks that exist, by group."""
 
     def __init__(self) -> None:
         self.there: dict[int, set[int]] = {}
@@ -117,7 +117,7 @@ def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = 12) -> None:
     ],
 )
 def test_who_follows_knows_what_is_there(family: str, kinds: list[str], tmp_path: Path) -> None:
-    """With a cache so small that blocks of one prompt push out those of another."""
+    """A subscriber's knowledge is right in a cache so small that prompts evict each other's blocks."""
     draw = random.Random(1)
     starts = [[draw.randrange(3, 300) for _ in range(70)] for _ in range(4)]
     prompts = [[*draw.choice(starts)[: draw.randrange(20, 71)], *draw.choices(range(3, 300), k=30)] for _ in range(24)]

@@ -179,7 +179,7 @@ def test_what_is_no_engine(tmp_path: Path) -> None:
 
 
 def test_options_of_vllm_without_effect(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """At harmless values each is noted once; at others it is refused."""
+    """Each option is noted once at a harmless value, and refused at others."""
     harmless: dict[str, list[Any]] = {
         "tensor_parallel_size": [1],
         "dtype": ["auto", "bfloat16"],
@@ -364,7 +364,7 @@ def test_a_prompt_with_its_own_salt(llm: LLM) -> None:
 
 
 def test_parameters_may_be_changed(llm: LLM) -> None:
-    """What makes no sense is said before anything runs."""
+    """Changed parameters take effect, and ones that make no sense are refused before anything runs."""
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
     params.max_tokens, params.temperature, params.n, params.stop = 2, 0.9, 3, ["zz"]
     assert [len(tokens) for tokens in tokens_of(llm.generate([7], params))] == [2, 2, 2]

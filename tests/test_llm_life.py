@@ -149,7 +149,7 @@ def test_a_stream_that_is_closed_is_over(llm: LLM, choices: int) -> None:
 
 
 def test_an_interrupt_ends_all_of_a_batch(llm: LLM) -> None:
-    """Those that wait, too, and those of other threads go on."""
+    """An interrupt ends waiting requests of the batch too; requests of other threads go on."""
     other = llm.stream([9] * 9, replace(GREEDY, max_tokens=150))
 
     def interrupt(done: int, written: int) -> None:

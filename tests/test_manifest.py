@@ -1,4 +1,4 @@
-"""What a manifest may say: layouts and their sizes, names, and what of the build is written down."""
+"""Content of a manifest: layouts and their sizes, names, and the record of the build."""
 
 import os
 from pathlib import Path

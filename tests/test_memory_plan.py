@@ -79,7 +79,7 @@ def naive_blocks(kv: PagedCache, length: int, chunk: int) -> int:
     chunk=st.integers(1, 80),
 )
 def test_blocks_of_a_sequence(window: int, kept: int, block_size: int, length: int, chunk: int) -> None:
-    """As many as some chunk needs at once: never fewer, and no more unless the text ends before."""
+    """A sequence gets the blocks that some chunk needs at once: never fewer, and no more unless the text ends early."""
     kv = PagedCache((0,), PLANES, block_size, window, kept)
     whole, needed = -(-length // block_size), naive_blocks(kv, length, chunk)
     assert needed <= blocks_of(kv, length, chunk) <= whole
@@ -221,7 +221,7 @@ def test_the_executor_allocates_what_the_memory_plan_says(family: str, kv_cache_
 
 
 def test_a_recurrent_state_takes_a_slot_and_a_snapshot_a_sequence() -> None:
-    """As much for a short sequence as for a long one; blocks and slots are given out together."""
+    """A state takes as much memory for a short sequence as for a long one; blocks and slots are allocated together."""
     state = RecurrentState((0, 1), (StateTensor("state", (4, 8), "f32"), StateTensor("conv", (16,), "bf16")), 512)
     assert state.bytes_per_sequence == 2 * (4 * 8 * 4 + 16 * 2)
     plan = plan_of([KV, state], PLAN.buffers, 500)  # type: ignore[list-item]

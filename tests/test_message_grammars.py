@@ -82,7 +82,7 @@ def end() -> int:
 
 
 def matcher(**wanted: Any) -> LLMatcher:
-    """Of a grammar as the engine compiles it."""
+    """A matcher of a grammar as the engine compiles it."""
     reply = answer(wanted)
     assert "source" in reply, reply
     return LLMatcher(trie(), reply["source"], log_level=0)
@@ -112,7 +112,7 @@ def split(text: str) -> list[int]:
 
 
 def passes(found: LLMatcher, text: str) -> bool:
-    """Whether a text is one of a grammar's."""
+    """True if the grammar accepts the text."""
     found, tokens = found.deep_copy(), split(text)
     return found.try_consume_tokens(tokens) == len(tokens) and found.is_accepting()
 
@@ -172,7 +172,7 @@ ANSWERS: tuple[dict[str, Any], ...] = (
 
 
 def either(calls: CallFormat, answer: dict[str, Any], *, several: bool = True, reasons: bool = False) -> LLMatcher:
-    """Of calls, or an answer in their place."""
+    """A matcher of calls, or of an answer in their place."""
     form, wanted = MessageFormat(THINK if reasons else None, calls), StructuredOutputsParams(**answer)
     place = ReasoningPlace.BEGUN if reasons else ReasoningPlace.OVER
     options = wanted.json_options if wanted.is_json else None

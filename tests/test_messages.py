@@ -92,7 +92,7 @@ ARGS47, ARGS47_ADD = (text.replace("\n<arg", "<arg").replace("\n</tool", "</tool
 
 
 def _gemma(open: str, close: str, quote: str, name: str, arguments: dict[str, object]) -> str:
-    """As its template writes arguments: keys are bare, and texts stand between marks."""
+    """Writes a call in the form of Gemma's template: keys are bare, and strings stand between `quote`s."""
 
     def written(value: object) -> str:
         match value:
@@ -153,7 +153,7 @@ STREAMED = [name for name, (calls, _, _) in CASES.items() if calls.is_streamed]
 def parse(
     form: MessageFormat, pieces: Sequence[str], *, tools: bool = True, is_cut: bool = False, **options: bool
 ) -> list[Piece]:
-    """What comes of a message, texts joined, and arguments with their call."""
+    """The parsed pieces of a message, with adjacent texts joined, and arguments joined to their call."""
     parser = new_parser(form, TOOLS if tools else None, **options)
     if parser is None:
         return [Text("".join(pieces))]
@@ -472,7 +472,7 @@ def test_a_call_that_ends_after_its_name_is_given_where_the_message_is_cut_alone
 
 @pytest.mark.parametrize("form", [MessageFormat(THINK), MessageFormat(THINK, HERMES)])
 def test_reasoning_at_the_beginning_alone(form: MessageFormat) -> None:
-    """Of an answer whose texts may hold marks."""
+    """Only reasoning at the start counts for an answer whose strings may contain marks."""
     answer = '{"x": "<think>a</think> <tool_call>"}'
     for pieces in cuts(f" <think>\nSo.</think>\n{answer}"):
         assert parse(form, pieces, only_first=True) == [Reasoning("So."), Text(answer)], pieces

@@ -170,7 +170,7 @@ def reference_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int64]) -> L
 
 
 def graph_logits(graph: ir.Model, tokens: npt.NDArray[np.int64]) -> Logits:
-    """The same from the dense graph, in STEPS, the present of each step being the past of the next."""
+    """Logits of the dense graph, computed in STEPS; the present of each step is the past of the next."""
     oracle, parts, done = Oracle(graph), [], 0
     past = {
         str(value.name): np.zeros([0 if isinstance(dim, ir.SymbolicDim) else dim for dim in value.shape], np.float32)
@@ -200,7 +200,7 @@ def test_logits_are_those_of_transformers(family: str, overrides: dict[str, Any]
 
 
 def test_an_engine_for_short_sequences_has_the_short_factors() -> None:
-    """Of LongRoPE: where no sequence is longer than the original length, a rope is what transformers has for such."""
+    """With LongRoPE, an engine whose sequences stay within the original length has transformers' short factors."""
     config = tiny_config("phi3")
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
     model = AutoModelForCausalLM.from_config(
@@ -513,7 +513,7 @@ def test_a_checkpoint_in_a_folder_is_the_same_model(tmp_path: Path, family: str)
 
 
 def content_of_folder(folder: Path, family: str) -> Content:
-    """As `content`, of a checkpoint's folder."""
+    """`content` of a checkpoint's folder."""
     return content(_pooled(open_checkpoint(str(folder)), family))
 
 

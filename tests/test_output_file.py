@@ -1,4 +1,4 @@
-"""Where commands write: regular files are replaced whole, links followed, and all else is written to where it is."""
+"""Outputs of commands: regular files are replaced atomically, links followed, and all else is written in place."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_a_device_stays_one(tmp_path: Path) -> None:
 
 
 def test_an_open_file_under_its_descriptor_is_appended_to(tmp_path: Path) -> None:
-    """As `-o /dev/stdout >> log` means it: what the log has stays."""
+    """With `-o /dev/stdout >> log`, the log keeps its content."""
     with (tmp_path / "log").open("wb", buffering=0) as log:
         log.write(b"before\n")
         (tmp_path / "link").symlink_to(f"/dev/fd/{log.fileno()}")

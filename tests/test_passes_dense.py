@@ -103,7 +103,7 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight", "table", "head")
 
 
 def numpy_weight(name: str, weight: torch.Tensor, quant: QuantConfig) -> list[Array]:
-    """What a method makes of a weight [N, K]; as its initializers are: values, then scales."""
+    """Quantizes a weight [N, K] in numpy; gives the arrays of its initializers: values, then scales."""
     exact = weight.float().numpy()
     if isinstance(quant, Bf16):
         return [exact.astype(bfloat16)]
@@ -364,7 +364,7 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
         return numbers, scale[0].astype(np.float32).reshape(-1) if scale else np.ones(len(values), np.float32)
 
     def rounded(x: Array) -> tuple[Array, Array | np.float32]:
-        """As activations are: values, and their scale."""
+        """Rounds activations; gives values and their scale."""
         if quant.precision(CPU_TARGET).dtype == ir.DataType.BFLOAT16:
             return x.astype(bfloat16).astype(np.float32), np.float32(1)
         largest = np.abs(x).max(axis=1, keepdims=True)

@@ -73,7 +73,7 @@ def ragged_logits(model: ir.Model) -> tuple[dict[str, Array], dict[str, Array]]:
 
 
 def dense_logits(model: ir.Model) -> dict[str, Array]:
-    """The same, each sequence by itself: a prefill, a chunk and a decode."""
+    """Logits of the dense graph, each sequence by itself: a prefill, a chunk and a decode."""
     logits = {}
     for name, tokens in texts().items():
         dense = DenseRun(model)
@@ -159,7 +159,7 @@ def test_the_finished_graph_is_near_the_imported_one(case: str, quant: QuantConf
 
 @pytest.mark.parametrize(("case", "kv_dtype"), SOME_CODES)
 def test_pools_of_codes_are_near_those_of_bf16(case: str, kv_dtype: str) -> None:
-    """What attention reads is a row of codes, and not the row; nothing else differs."""
+    """Attention reads a row of codes in place of the row; nothing else differs."""
     exact, rounded = (run_pipeline(dense_graph(case), Bf16(), kv_dtype=dtype)[0] for dtype in ("bf16", kv_dtype))
     (expected, _), (actual, pools) = ragged_logits(exact), ragged_logits(rounded)
     for name, rows in expected.items():
@@ -299,7 +299,7 @@ def test_what_cannot_be_packed_is_named(spoil: object, message: str) -> None:
     ("skipped", "ropes"), [(slice(2, 4), 0), (slice(2, 3), 1)], ids=["neither is rotated", "only keys are"]
 )
 def test_layers_without_rotation(skipped: slice, ropes: int) -> None:
-    """Where queries and keys are not both rotated, what there is of it has a kernel of its own."""
+    """If queries and keys are not both rotated, the rotation of one has a kernel of its own."""
     model = dense_graph("llama")
     for node in [node for node in model.graph if node.op_type == "RotaryEmbedding"][skipped]:
         assert node.inputs[0] is not None

@@ -1,4 +1,4 @@
-"""What a pass must not rewrite, it leaves as it was, and says why."""
+"""A pass leaves what it must not rewrite as it was, and gives the reason."""
 
 from collections.abc import Callable
 

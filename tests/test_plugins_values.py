@@ -28,7 +28,7 @@ def rms_norm(x: Doubles, weight: Doubles, epsilon: float) -> Doubles:
 
 
 def by_runs(values: Doubles, group: float, width: int) -> Doubles:
-    """What each run has, for each of its columns."""
+    """Repeats each group's value for each of its columns."""
     return np.repeat(values, int(group) or width, axis=-1)[..., :width]
 
 
@@ -55,7 +55,7 @@ def mxfp4_gemm(x: Inputs, a: Attributes) -> Doubles:
 
 
 def by_expert(product: Callable[[Inputs, Attributes], Doubles]) -> Callable[[Inputs, Attributes], Doubles]:
-    """The same where rows have experts: each expert's rows with its part of all else."""
+    """Extends a product to rows with experts: each expert's rows are multiplied with its part of all other operands."""
 
     def either(x: Inputs, a: Attributes) -> Doubles:
         if "starts" not in x:
@@ -130,7 +130,7 @@ def product(x: Doubles, weight: Doubles, rest: Inputs, a: Attributes) -> Doubles
 
 
 def rotate(x: Doubles, cos: Doubles, sin: Doubles, heads: int) -> Doubles:
-    """As complex numbers: dimension i is the real part, and i + R/2 the imaginary one."""
+    """Rotates complex numbers: dimension i is the real part, and i + R/2 the imaginary one."""
     by_head = x.reshape(len(x), heads, -1).copy()
     half = cos.shape[1]
     turned = (by_head[..., :half] + 1j * by_head[..., half : 2 * half]) * (cos + 1j * sin)[:, None]

@@ -1,4 +1,4 @@
-"""What a prompt's token costs by its position: from a plan's operations, against a count in transformers' model."""
+"""Costs of a prompt's tokens by position: from a plan's operations, against a count in transformers' model."""
 
 from pathlib import Path
 

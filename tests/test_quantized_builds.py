@@ -32,7 +32,7 @@ def build(tiny: Tiny, path: Path, gate: GateConfig | None = None) -> BuildReport
 
 
 def error_of(tiny: Tiny, path: Path) -> float:
-    """Of all logits of texts, the engine's against those of what the checkpoint stands for."""
+    """Relative error of the engine's logits against those of the weights that the checkpoint stands for."""
     texts = [random_tokens(length, seed=length).tolist() for length in (1, 2, 33, 61)]
     with torch.inference_mode():
         expected = [tiny.model(torch.tensor([text])).logits[0].numpy() for text in texts]
@@ -64,7 +64,7 @@ def test_nothing_but_orders_of_columns_is_read_before_packing() -> None:
 
 
 def test_the_dense_graph_has_the_same_numbers() -> None:
-    """What `engine export` writes."""
+    """The dense graph, which `engine export` writes, has the checkpoint's numbers."""
     tiny = tiny_case("gptq, zero points")
     tokens = random_tokens(40, seed=0)
     with torch.inference_mode():
@@ -75,7 +75,9 @@ def test_the_dense_graph_has_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("mlp_bias", [False, True])
 def test_act_order_is_sorted_once_for_all_layers_of_an_input(mlp_bias: bool, tmp_path: Path) -> None:
-    """In front of queries, keys and values, of the output, and of gate and up; of down, their rows move."""
+    """Columns are sorted once for queries, keys and values, for the output, and for gate and up; for down, the rows of
+    gate and up move instead.
+    """
     path = tmp_path / "tiny.engine"
     tiny = tiny_quantized(gptq(order="shared"), {**GPTQ, "desc_act": True}, mlp_bias=mlp_bias)
     report = build(tiny, path, GateConfig())
@@ -116,7 +118,7 @@ def test_sorting_changes_no_number_of_the_graph() -> None:
 
 
 def test_rows_stay_where_somebody_else_sees_them() -> None:
-    """Of a gate that is read elsewhere, too: down's input is gathered instead."""
+    """Rows of a gate that is read elsewhere too stay in place; down's input is gathered instead."""
     model = build_graph(tiny_quantized(gptq(order="shared"), {**GPTQ, "desc_act": True}).checkpoint)
     gate = next(node for node in model.graph if node.name == "layers.1.mlp.gate_proj")
     seen = SOFTCAP.node([gate.outputs[0]], cap=1.0)
@@ -208,7 +210,7 @@ def test_biases_that_are_zeros_are_left_over() -> None:
 
 
 def test_zero_points_of_symmetric_weights_are_left_over() -> None:
-    """Which compressed-tensors has stored, too."""
+    """Zero points of symmetric weights, which compressed-tensors has stored, are ignored where they are zero."""
     tiny = tiny_case("pack")
     zeros = torch.zeros(64, 2, dtype=torch.int8)
     tiny.checkpoint.stored = {**tiny.checkpoint.stored, "model.layers.1.self_attn.q_proj.weight_zero_point": zeros}

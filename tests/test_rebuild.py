@@ -34,7 +34,7 @@ def built(checkpoint: Path, engine: Path, *options: object) -> Path:
 
 
 def refused(code: int, *arguments: object) -> str:
-    """What is said of what fails, without a trace."""
+    """The error of a command that fails without a traceback."""
     result = run("rebuild", *arguments)
     assert result.exit_code == code and isinstance(result.exception, SystemExit), (result.output, result.exception)
     return " ".join(result.stderr.split())
@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """Of its own for each test."""
+    """A copy of the made folder for each test."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -155,7 +155,7 @@ def test_settings_of_methods_and_limits(folder: Path) -> None:
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
-    """Which its manifest knows by the file's own name, and its engine by that without the quantization."""
+    """A GGUF file is in the manifest by its own name, and names its engine without the quantization."""
     path = write_model(tmp_path / "tiny-Q8_0.gguf", "llama", gguf_model("llama")).finish()
     engine = built(path, tmp_path / "x.engine", "--gate", "off")
     assert remade(engine)["same_bytes"] and remade(engine, "--model", path)["same_bytes"]
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_is_quantized_already(folder: Path) -> None:
 
 
 def test_calibration(folder: Path) -> None:
-    """By texts of its own, and by data that has to be named, fewer than were asked for."""
+    """Rebuilds are right with our own texts, and with data that has to be named and has fewer texts than wanted."""
     calibrated = ("--quant", "int8-sq", "--gate", "off")
     own = built(folder / "tiny-llama", folder / "own.engine", *calibrated, "--calib-size", "2")
     assert remade(own)["same_bytes"]

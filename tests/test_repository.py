@@ -1,4 +1,4 @@
-"""What has to hold of the repository itself, and that each of these checks can fail."""
+"""Checks of the repository itself, and that each of them can fail."""
 
 import re
 import subprocess

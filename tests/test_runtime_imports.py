@@ -1,4 +1,4 @@
-"""What the runtime does without, held against a process that answers a prompt."""
+"""Modules that the runtime does without, checked in a process that answers a prompt."""
 
 import json
 import subprocess

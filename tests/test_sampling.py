@@ -404,7 +404,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(name: str) -> None:
 
 
 def arguments(**change: Any) -> dict[str, Any]:
-    """Of _cpu.sample, for two rows; `change` sets fields of the second row, or whole arguments."""
+    """Arguments of _cpu.sample for two rows; `change` sets fields of the second row, or whole arguments."""
     rows = np.frombuffer(bytearray(request(SamplingParams(), 10).row * 2), _cpu.SAMPLING_ROW)
     result = {
         "logits": np.zeros((2, 10), np.float32),

@@ -38,7 +38,7 @@ def step(watch: Watch, token: int = 3) -> StepPlan:
 
 
 def run(watch: Watch, *sequences: TokenSequence) -> int:
-    """Until all have ended; how many tokens it took."""
+    """Runs until all sequences have ended; gives the number of computed tokens."""
     before = watch.num_computed
     for sequence in sequences:
         watch.add(sequence)
@@ -104,7 +104,7 @@ class Traffic:
             self.watch.add(sequence_of(prompt, int(random.integers(length, LONGEST + 1)), salt=salt, sibling_of=first))
 
     def draw(self, tokens: Sequence[int]) -> int:
-        """The same after the same tokens, mostly, so that answers are alike, too."""
+        """Samples mostly the same token after the same tokens, so that completions are alike too."""
         if self.random.random() < 0.2:
             return int(self.random.integers(VOCAB))
         token = hash(tuple(tokens)) % (VOCAB + 10)
@@ -397,7 +397,7 @@ def test_right_guesses_are_several_tokens_of_one_step() -> None:
 
 
 def test_guesses_take_no_more_than_there_is() -> None:
-    """Of tokens, of rows, of blocks and of the answer; nobody is preempted for them."""
+    """Draft tokens stay within the step's tokens, rows and blocks and the completion's length, and preempt nobody."""
     watch = whole(3, tokens=8, sequences=2)
     first = sequence_of(range(6), 30)
     watch.add(first)
@@ -416,7 +416,7 @@ def test_guesses_take_no_more_than_there_is() -> None:
 
 
 def test_a_prompt_is_cut_where_a_snapshot_is_kept() -> None:
-    """At multiples of its interval, and before the last token; who begins alike begins there."""
+    """Prompts are cut at multiples of the snapshot interval and before the last token; equal prefixes resume there."""
     limits = step_sizes(tokens=40, sequences=4, logit_rows=4, kv_blocks=WIDTH, kv_splits=1)
     watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8), prefix_caching=True)
     watch.add(first := sequence_of(range(30), 32))

@@ -282,7 +282,7 @@ def test_what_means_nothing_is_taken(server: Running) -> None:
 
 
 def test_a_json_object_with_a_schema(server: Running) -> None:
-    """As llama.cpp has it."""
+    """A schema in a JSON object format is accepted, as by llama.cpp."""
     schema = {"type": "object", "properties": {"a": {"const": 5}}, "required": ["a"], "additionalProperties": False}
     ours = {"type": "json_schema", "json_schema": {"schema": schema}}
     for ask in (server.chat, lambda **options: server.complete(PROMPT, **options)):

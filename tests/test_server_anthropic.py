@@ -56,7 +56,7 @@ def post(server: Running, body: Any, path: str = MESSAGES) -> Answer:
 
 
 def events(answer: Answer) -> list[Any]:
-    """Of a stream; each says its type twice."""
+    """The events of a stream; each names its type twice."""
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
     *blocks, rest = answer.body.decode().split("\n\n")
     values = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
@@ -65,7 +65,7 @@ def events(answer: Answer) -> list[Any]:
 
 
 def shown(server: Running, client: anthropic.Anthropic, **keys: Any) -> str:
-    """What the model sees; its number of tokens is what count_tokens says."""
+    """The prompt that the model sees, whose number of tokens count_tokens must give."""
     counted = client.messages.count_tokens(model="tiny", **keys).input_tokens
     seen: list[Any] = []
     encode = server.llm.encode
@@ -226,7 +226,7 @@ def test_one_call_if_asked(client: anthropic.Anthropic) -> None:
 
 
 def test_a_call_that_is_wanted_comes(at_once: Running) -> None:
-    """From a model whose answers are noise: one alone where it is named, or where no more are wanted."""
+    """Even a model of random weights calls a tool: exactly once if one is named, or if parallel calls are off."""
     alone = {"disable_parallel_tool_use": True}
     for choice, names in (
         ({"type": "any"}, {"add", "stop"}),
@@ -242,7 +242,7 @@ def test_a_call_that_is_wanted_comes(at_once: Running) -> None:
 
 
 def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> None:
-    """From a model whose answers are noise, streamed and not."""
+    """A model of random weights either calls tools or answers in the format, streamed and not."""
     config = {"format": {"type": "json_schema", "schema": ADD}}
     body = {"max_tokens": 1000, "tools": [TOOLS[0] | {"strict": True}], "output_config": config, "temperature": 1.0}
     kinds = set()

@@ -109,7 +109,7 @@ def test_allowed_tokens_are_looked_at_once_a_request(monkeypatch: pytest.MonkeyP
 
 
 def test_long_bodies_are_given_out_one_in_a_turn() -> None:
-    """What is done with a long body keeps streams waiting, so streams go on between two of them."""
+    """Work on a long body keeps streams waiting, so streams go on between two of them."""
     log, num_bodies = list[str](), 5
     scope = {"headers": [(b"content-type", b"application/json")]}
 
@@ -134,7 +134,7 @@ def test_long_bodies_are_given_out_one_in_a_turn() -> None:
 
 
 def test_a_structure_is_checked_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To check a long schema takes milliseconds in which no stream goes on."""
+    """A schema is checked once, because a long one takes milliseconds in which no stream goes on."""
     checked, held = list[StructuredOutputsParams](), list[Any]()
     check, hold = StructuredOutputsParams._check_schema, protocol.held
 

@@ -160,7 +160,7 @@ def test_an_early_answer_reaches_a_client_that_is_still_sending(
 
 
 def test_a_body_that_comes_after_the_answer_began_is_no_reason_to_close(guarded: Running) -> None:
-    """As long as it has come whole before: the usual case of a refused request."""
+    """A refused request's connection stays open if its body arrives completely, which is the usual case."""
     with guarded.connect() as connection:
         for _ in range(2):
             connection.sendall(post_of({"prompt": "x"}))

@@ -17,7 +17,7 @@ ODD_AS_JSON = ODD.replace("NaN", "null").replace("-Infinity", "null")
 
 @dataclass
 class Given:
-    """What a client has of an answer."""
+    """A completion in a client's view."""
 
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)  # the name and the arguments of each

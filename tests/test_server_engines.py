@@ -264,7 +264,7 @@ def test_what_cannot_be_opened_harms_nobody(folder: Path, tmp_path: Path) -> Non
 
 
 def test_whatever_a_folder_has_does_not_end_the_start(folder: Path, tmp_path: Path, caplog: Any) -> None:
-    """What is no engine is warned of and listed as failed, and asking for it is a 503."""
+    """A file that is no engine is warned of and listed as failed, and a request for it gets a 503."""
     shutil.copy(folder / "llama.engine", tmp_path)
     for kind, make in ODD_FILES.items():
         make(tmp_path / f"{kind}.engine")
@@ -286,7 +286,7 @@ def test_whatever_a_folder_has_does_not_end_the_start(folder: Path, tmp_path: Pa
 def test_names_of_files_are_escaped_wherever_they_are_read(
     folder: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As names of models, in the ready line, the log, errors and /metrics, which they can add no line to."""
+    """Names are escaped as names of models, in the ready line, the log, errors and /metrics: they add no line."""
     # pytest's own handlers would keep the name as it is, which the workers of pytest-xdist cannot send.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     shutil.copy(folder / "llama.engine", tmp_path / "evil\n# HELP x\x1b[31m.engine")
@@ -311,7 +311,7 @@ def test_names_of_files_are_escaped_wherever_they_are_read(
 
 
 def test_what_is_no_engine_alone_is_an_error(tmp_path: Path) -> None:
-    """Of a folder that has nothing else, or named by itself: with the exit code that opening it has."""
+    """A file that is no engine, alone in a folder or named itself, is an error with the exit code of opening it."""
     codes = {"dangling link": 2, "loop of links": 2}
     for kind, make in ODD_FILES.items():
         (tmp_path / kind).mkdir()
@@ -333,7 +333,7 @@ def test_a_name_that_is_mistyped_ends_the_start(folder: Path, tmp_path: Path) ->
 
 
 def test_kv_caches_of_less_than_one_sequence_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
-    """As the limits of a single engine that stays open are; the error names the engine, and what it needs."""
+    """Such limits are refused as for a single engine; the error names the engine and the memory that it needs."""
     shutil.copy(folder / "llama.engine", tmp_path)
     for given, name in (folder, "llama"), (tmp_path, "llama"):
         with pytest.raises(NotEnoughMemoryError) as error:
@@ -357,7 +357,7 @@ def test_options_that_no_request_could_be_answered_with_are_refused_at_the_start
 def test_memory_that_no_engine_fits_is_refused_at_the_start(
     folder: Path, tmp_path: Path, kv_cache_memory: int | None
 ) -> None:
-    """Where some fit, those that do not are warned of: test_what_cannot_be_opened_harms_nobody."""
+    """No engine fits here; if some fit, the others are warned of: test_what_cannot_be_opened_harms_nobody."""
     limits = {"kv_cache_memory": kv_cache_memory}
     with pytest.raises(NotEnoughMemoryError) as error:
         started(folder, limits, memory=64 << 10)
@@ -370,7 +370,7 @@ def test_memory_that_no_engine_fits_is_refused_at_the_start(
 
 
 def test_a_file_that_is_replaced_is_served_anew(folder: Path, tmp_path: Path) -> None:
-    """At its next opening; and an engine whose file was written to fails its requests, and is opened again."""
+    """A replaced file is served from its next opening on; one that was written to fails requests, and is reopened."""
     served, new = tmp_path / "served.engine", tmp_path / "new"
     shutil.copy(folder / "llama.engine", served)
     with of_folder(tmp_path, idle_seconds=0.3) as server:

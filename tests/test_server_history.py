@@ -1,4 +1,4 @@
-"""What the server has answered is accepted as history: every API, whole and streamed, wherever the answer was cut."""
+"""The server accepts its own answers as history: in every API, whole and streamed, wherever the answer was cut."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def forms(value: BaseModel) -> list[Any]:
 
 
 def expected(ending: Ending) -> list[str]:
-    """What the next prompt has of a whole answer, in this order."""
+    """The parts of a whole answer that the next prompt holds, in this order."""
     parts = {"<think>": "<think>Hm.</think>", "Yes.": "Yes.", "I add.": "I add."}
     calls = [f'<tool_call>{{"name": "add", "arguments": {ARGUMENTS}}}</tool_call>'] * ending.text.count(CALL)
     return [part for mark, part in parts.items() if mark in ending.text] + calls

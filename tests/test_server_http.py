@@ -43,7 +43,7 @@ def test_routes_and_methods(server: Running) -> None:
 
 
 def test_only_json_is_read(server: Running) -> None:
-    """What a web page may send to another site without asking is no request."""
+    """A content type that a web page may send to another site without preflight is refused."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
         answer = server.ask("POST", COMPLETIONS, {"prompt": "x"}, {"Content-Type": kind})
         assert answer.status == 415 and "application/json" in answer.error["message"]

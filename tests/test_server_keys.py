@@ -220,7 +220,7 @@ def test_other_values_of_routers_keys_are_refused(server: Running, key: str) -> 
 
 
 def test_refusals_are_shown_to_the_model(server: Running) -> None:
-    """As texts; encrypted reasoning leaves no empty message."""
+    """Refusals in the history are texts to the model; encrypted reasoning leaves no empty message."""
 
     def count(path: str, **given: Any) -> int:
         usage = server.post(path, {**GOOD[path], **given}).json["usage"]

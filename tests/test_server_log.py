@@ -1,4 +1,4 @@
-"""What a server logs: a line a request, throughput, warnings and tracebacks; as text and as JSON, never too much."""
+"""The server's log: a line for each request, throughput, warnings and tracebacks; as text and JSON, never too much."""
 
 import json
 import logging
@@ -247,8 +247,8 @@ def test_what_uvicorn_and_asyncio_say_comes_in_the_same_form() -> None:
 
 
 def test_no_text_begins_a_line_of_its_own() -> None:
-    """What is named is escaped; lines of an exception or a longer message are indented, and keep nothing that a
-    terminal follows.
+    """Names are escaped; lines of an exception or a longer message are indented, and keep no control sequence of a
+    terminal.
     """
     forged = "x\n2026-01-01T00:00:00.000Z info request \x1b[31m\x9b"
     for form in "text", "json":
@@ -304,7 +304,7 @@ def test_a_flood_of_refusals_is_a_count() -> None:
 
 @contextmanager
 def handler(window_s: float = 1000) -> Iterator[tuple[LineHandler, int]]:
-    """On a pipe, and the pipe's other end."""
+    """A handler that writes to a pipe, and the pipe's other end."""
     source, target = os.pipe()
     opened = LineHandler(target, as_json, window_s)
     logger = logging.getLogger("enginewright")
@@ -329,7 +329,7 @@ def refuse(status: int) -> None:
 
 
 def parsed(source: int) -> Queue[dict[str, Any]]:
-    """What comes out of a pipe, read from now on."""
+    """A queue of the JSON lines that come out of a pipe, read from now on."""
     lines = Queue[dict[str, Any]]()
 
     def read() -> None:
@@ -371,7 +371,7 @@ def test_each_window_has_its_lines() -> None:
 
 
 def test_a_flood_of_warnings_is_a_count() -> None:
-    """By the line of code that they come from: another one is not counted with them."""
+    """Warnings are counted by the line of code that they come from; another one is not counted with them."""
     logger = logging.getLogger("enginewright.here")
     with logged() as lines:
         for number in range(1000):

@@ -1,4 +1,4 @@
-"""What /metrics says, read as a scraper reads it."""
+"""Values of /metrics, read as a scraper reads them."""
 
 import json
 import os

@@ -33,7 +33,7 @@ def test_it_has_every_route_and_no_other() -> None:
 
 
 def test_every_key_of_a_body_is_described() -> None:
-    """Those that a body shares with a chat, too."""
+    """Keys that a body shares with a chat are described too."""
     with running() as server:
         schemas = server.ask("GET", "/openapi.json").json["components"]["schemas"]
     responses, messages = (schemas[name]["properties"] for name in ("ResponsesBody", "MessagesBody"))

@@ -1,4 +1,4 @@
-"""What a server tells of prompts: echo, log-probabilities, usage as it grows, and what clients put into messages."""
+"""Prompts in a server's answers: echo, log-probabilities, growing usage, and parts that clients put into messages."""
 
 import math
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def test_no_token_is_wanted(llm: LLM) -> None:
 @pytest.mark.parametrize("max_tokens", [0, 4])
 @pytest.mark.parametrize("n", [1, 2])
 def test_echo(server: Running, stream: bool, max_tokens: int, n: int) -> None:
-    """As lm-eval reads it: tokens and log-probabilities of the prompt, then of the answer."""
+    """Echo gives what lm-eval reads: tokens and log-probabilities of the prompt, then of the completion."""
     text = "The capital of France"
     ids = server.llm.engine.tokenizer.encode(text)
     plain = server.complete(text, max_tokens=max(max_tokens, 1), logprobs=1)["choices"][0]

@@ -1,4 +1,4 @@
-"""What a server refuses: always in OpenAI's form, by the name of what is wrong, and never with a 5xx."""
+"""Refusals of a server: always in OpenAI's form, with the name of the wrong parameter, and never with a 5xx."""
 
 import hmac
 from collections.abc import Callable, Iterator
@@ -253,7 +253,7 @@ def test_a_template_that_fails_is_no_fault_of_the_server() -> None:
 
 
 def test_a_worker_that_is_killed_is_a_fault_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """That of the chat template: whatever kills it says nothing about the request."""
+    """The chat template's worker may be killed for reasons that say nothing about the request."""
     with running() as server:
         tokenizer = server.llm.engine.tokenizer
         tokenizer._template._worker = WorkerProcess("tests.helpers.killed_worker")

@@ -80,7 +80,7 @@ def get(server: Running, path: str, key: str = "key") -> Answer:
 
 
 def events(answer: Answer) -> list[Any]:
-    """Of a stream; each says its type twice, and its number."""
+    """The events of a stream; each names its type twice, and has its number."""
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
     *blocks, rest = answer.body.decode().split("\n\n")
     values = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
@@ -90,7 +90,7 @@ def events(answer: Answer) -> list[Any]:
 
 
 def shown(server: Running, **keys: Any) -> str:
-    """What the model sees."""
+    """The prompt that the model sees."""
     seen: list[Any] = []
     prepare = server.llm.prepare
 
@@ -179,7 +179,7 @@ def test_events(server: Running) -> None:
 
 
 def test_logprobs(server: Running, client: openai.OpenAI) -> None:
-    """Of the text, not of reasoning and calls: as a chat has them, in the response and in each event of the text."""
+    """Text has log-probabilities in the form of a chat, in the response and in each event; reasoning and calls none."""
     wanted: Any = {"tools": TOOLS, "include": [LOGPROBS], "top_logprobs": 2}
     response = client.responses.create(**asked(**wanted))
     assert response.top_logprobs == 2
@@ -287,7 +287,7 @@ def test_an_answer_of_a_class(client: openai.OpenAI) -> None:
 
 
 def test_a_call_that_is_wanted_comes(at_once: Running) -> None:
-    """From a model whose answers are noise."""
+    """Even a model of random weights makes the call."""
     named = {"type": "function", "name": "add"}
     for choice, names in (
         ("required", {"add", "stop"}),
@@ -302,8 +302,8 @@ def test_a_call_that_is_wanted_comes(at_once: Running) -> None:
 
 
 def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> None:
-    """From a model whose answers are noise: the body of an agent with an output type and a tool, as openai-agents
-    sends it, streamed and not, and with a call that has to come.
+    """A model of random weights calls a tool or answers in the format. The body is that of an agent with an output type
+    and a tool, as openai-agents sends it, streamed and not, and with a call that has to come.
     """
     text = {"format": {"type": "json_schema", "name": "final_output", "schema": REPLY, "strict": True}}
     first: list[dict[str, Any]] = [{"content": "Which?", "role": "user"}]

@@ -1,4 +1,4 @@
-"""What texts and conversations are to the model, over HTTP."""
+"""Token ids of texts and conversations, over HTTP."""
 
 from collections.abc import Iterator
 from typing import Any

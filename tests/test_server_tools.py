@@ -115,7 +115,7 @@ def test_reasoning_text_and_calls(server: Running) -> None:
 
 @pytest.mark.parametrize("keys", [{}, {"include_reasoning": False}, {"n": 2}], ids=str)
 def test_usage_has_reasoning_tokens(server: Running, keys: dict[str, Any]) -> None:
-    """Those that begin between the marks, and those of the mark that closes it."""
+    """Reasoning tokens are those that begin between its markers, and those of the closing marker."""
     whole = say(server, MESSAGE, tools=TOOLS, logprobs=True, **keys)
     expected = 0
     for choice in whole["choices"]:
@@ -237,7 +237,7 @@ def allowed(*names: str, mode: str = "required") -> dict[str, Any]:
     "choice", ["required", {"type": "function", "function": {"name": "add"}}, allowed("add")], ids=str
 )
 def test_a_call_that_is_wanted_comes(at_once: Running, choice: Any) -> None:
-    """From a model whose answers are noise. One alone where it is named, or where no more are wanted."""
+    """Even a model of random weights calls a tool: exactly once if one is named, or if parallel calls are off."""
     is_named = isinstance(choice, dict) and choice["type"] == "function"
     for parallel in ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}, {}):
         sampling = {"temperature": 1.0, "seed": 1, "n": 4, "max_tokens": 2000, "ignore_eos": False}
@@ -413,7 +413,7 @@ class Add(BaseModel):
 
 
 def test_openais_client_parses_answers_and_calls(at_once: Running) -> None:
-    """Of one request, which has both a class of answers and a tool."""
+    """The client parses both for one request with a class of answers and a tool."""
     kinds = set()
     with openai.OpenAI(base_url=f"http://127.0.0.1:{at_once.port}/v1", api_key="none", max_retries=0) as client:
         tools, messages = [openai.pydantic_function_tool(Add)], [{"role": "user", "content": "Which?"}]

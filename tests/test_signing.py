@@ -35,7 +35,7 @@ def run(*arguments: object, **environment: str) -> Result:
 
 
 def refused(code: int, *arguments: object) -> str:
-    """What is said of what fails, without a trace."""
+    """The error of a command that fails without a traceback."""
     result = run(*arguments)
     assert result.exit_code == code and isinstance(result.exception, SystemExit), (result.output, result.exception)
     return " ".join(result.stderr.split())
@@ -103,7 +103,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """Of its own for each test, with the engine and the keys."""
+    """A folder for each test, with the engine and the keys."""
     for path in made.iterdir():
         if path.is_file():
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -301,7 +301,7 @@ def test_nothing_is_run_before_its_signature_is_right(folder: Path, monkeypatch:
 
 
 def test_without_the_package(folder: Path) -> None:
-    """In a process of its own, where it cannot be imported; what needs no signature works."""
+    """In a process that cannot import the package, commands that need no signature work."""
     code = (
         "import sys\n"
         "sys.modules['model_signing'] = sys.modules['cryptography'] = None\n"

@@ -80,7 +80,7 @@ def test_so_is_the_tokenizer(smollm2_gguf: Path, tokenizer: PreTrainedTokenizerB
 
 
 def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same with weights that are rounded to bfloat16, and computed in a dtype. Angles stay as they are."""
+    """A copy of the model with weights rounded to bfloat16, which computes in a dtype. Angles stay as they are."""
     copied = deepcopy(model)
     for parameter in copied.parameters():
         parameter.data = parameter.data.bfloat16().to(dtype)
@@ -111,12 +111,12 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, model: torch.nn.Module, texts: list[list[int]]) -> torch.Tensor:
-        """Those at the positions before a written token."""
+        """Logits at the positions before generated tokens, [tokens, vocabulary]."""
         kept = [model(torch.tensor([text]), logits_to_keep=NEW_TOKENS + 1).logits[0, :-1] for text in texts]
         return torch.cat(kept).float()
 
     def predicting(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Of each text's logits, those at the positions before a written token."""
+        """The rows of each text's logits at the positions before generated tokens."""
         cut = [row[start - 1 : -1] for row, start in zip(rows, self.prompt_lengths, strict=True)]
         return torch.cat(cut)
 

@@ -39,7 +39,7 @@ KINDS: list[dict[str, Any]] = [
 
 @dataclass(eq=False)
 class Ask:
-    """What is asked before step `at`, and left when `leave` tokens have come. rises: as Ladder says."""
+    """A request that arrives before step `at`, and is aborted after `leave` tokens. rises: see Ladder."""
 
     prompt: list[int]
     params: SamplingParams
@@ -65,7 +65,7 @@ class Ask:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Of a model that has a sliding window; tests/long has one without."""
+    """An engine of a model that has a sliding window; tests/long has one without."""
     with engine_of("gemma3_text", tmp_path_factory.mktemp("ahead")) as opened:
         yield opened
 

@@ -195,7 +195,7 @@ class SlowSteps:
     end = begin
 
     def look(self, tokens: Sequence[int]) -> None:
-        """What comes after them is known with what comes next."""
+        """Does nothing: the masks after draft tokens are known with the next one."""
 
     def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
         self._left -= 1

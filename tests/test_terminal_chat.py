@@ -35,7 +35,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def answer(messages: list[Any], kind: str = "", names: Mapping[str, Any] = {}, **params: Any) -> str:
-    """What the library says in a conversation."""
+    """The library's answer in a conversation."""
     with LLM(tiny_engine(kind), kv_cache_memory="16m", threads=1) as llm:
         conversation = Conversation(messages, template_kwargs=names)
         (output,) = llm.generate(conversation, default_params(llm.engine, **params))
@@ -132,7 +132,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def until(self, end: str, seconds: float = 20) -> str:
-        """What comes up to a text, that text included."""
+        """Reads the terminal up to a text, and including it."""
         seen, limit = b"", time.monotonic() + seconds
         while end.encode() not in seen:
             assert select.select([self._master], [], [], limit - time.monotonic())[0], seen
@@ -140,7 +140,7 @@ class Terminal:
         return seen.decode(errors="replace")
 
     def interrupt(self) -> None:
-        """As Ctrl-C does: a signal to the group of the terminal's programs."""
+        """Sends the signal of Ctrl-C to the group of the terminal's programs."""
         os.killpg(self.process.pid, signal.SIGINT)
 
 

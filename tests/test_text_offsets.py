@@ -39,7 +39,7 @@ def test_offsets_of_texts(make: Callable[[], Tokenizer]) -> None:
 
 
 def test_offsets_of_noise() -> None:
-    """Of a model whose bytes are mostly no characters."""
+    """Offsets are right for a model whose bytes are mostly not valid characters."""
     tokenizer, rng = byte_level(), random.Random(4)
     tokens = [token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids]
     for _ in range(500):

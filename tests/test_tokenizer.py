@@ -39,13 +39,13 @@ TEXTS = ["Größe, naïve", "東京タワー", "🙂🇫🇷👩‍👩‍👧",
 
 @cache
 def byte_level() -> Tokenizer:
-    """As Llama 3's: every byte is a token, and merges may end in the middle of a character."""
+    """A tokenizer like Llama 3's: every byte is a token, and merges may end in the middle of a character."""
     return Tokenizer(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json, {}, None)
 
 
 @cache
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's and Gemma's: pieces of text that begin with ▁, and bytes for all that is not in the vocabulary."""
+    """A tokenizer like Llama 2's and Gemma's: pieces of text that begin with ▁, and bytes for all other text."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdefghnqrstuxT", "▁T", "he", "▁The", "ö", "東", "▁▁"]
     merges = [("▁", "T"), ("h", "e"), ("▁T", "he"), ("▁", "▁")]
@@ -68,7 +68,7 @@ def deltas_of(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> lis
 
 
 def expected_text(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> str:
-    """What the answer adds to the whole text."""
+    """The text that the answer adds to the prompt's."""
     return tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)) :]
 
 
@@ -150,7 +150,7 @@ def test_a_prompt_that_ends_in_the_middle_of_a_character() -> None:
 
 
 def test_bytes_that_are_no_character_are_not_waited_for() -> None:
-    """What can become a character no more is given soon, not at the end."""
+    """Bytes that can no longer become a character are given soon, not at the end."""
     detokenizer = Detokenizer(byte_level(), [])
     given = "".join(detokenizer.push(byte_tokens()[0x80]) for _ in range(20))
     assert len(given) >= 16

@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_batch(path: str) -> None:
-    """As basic.py."""
+    """The script basic.py."""
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     llm = LLM(model=path, tensor_parallel_size=1, seed=0)
     outputs = llm.generate(PROMPTS, sampling_params)
@@ -38,7 +38,7 @@ def test_a_batch(path: str) -> None:
 
 
 def test_chats(path: str) -> None:
-    """As chat.py: options of the engine from the command line, one conversation, then many."""
+    """The script chat.py: options of the engine from the command line, one conversation, then many."""
     parser = ArgumentParser()
     parser.add_argument("--model", default=path)
     parser.add_argument("--dtype", default="auto")
@@ -62,7 +62,7 @@ def test_chats(path: str) -> None:
 
 
 def test_prompts_rendered_by_the_script(path: str) -> None:
-    """As scripts that show a conversation with the tokenizer, and give the text, or its tokens, to generate."""
+    """Scripts that render a conversation with the tokenizer, and pass the text or its tokens to generate."""
     llm = LLM(path, max_model_len=300)
     tokenizer = llm.get_tokenizer()
     messages = [{"role": "user", "content": "Who are you?"}]
@@ -76,7 +76,7 @@ def test_prompts_rendered_by_the_script(path: str) -> None:
 
 
 def test_a_shared_prefix(path: str) -> None:
-    """As prefix_caching_offline.py: the same answers with and without the cache, of an engine after another."""
+    """The script prefix_caching_offline.py: the same completions of two engines, with and without the cache."""
     prompts = ["The quick brown fox jumps over the lazy dog. " * 5 + prompt for prompt in PROMPTS]
     sampling_params = SamplingParams(temperature=0.0)
     regular_llm = LLM(model=path, enable_prefix_caching=False, gpu_memory_utilization=0.4)
@@ -92,7 +92,7 @@ def test_a_shared_prefix(path: str) -> None:
 
 
 def test_streams(path: str) -> None:
-    """As async_llm_streaming.py: pieces of text, until the output says that it is finished."""
+    """The script async_llm_streaming.py: pieces of text, until the output says that it is finished."""
 
     async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> str:
         sampling_params = SamplingParams(
@@ -120,7 +120,7 @@ def test_streams(path: str) -> None:
 
 
 def test_notes_are_on_stderr(path: str, tmp_path: Path) -> None:
-    """Of a script that sets up no logging: a line for each option without effect."""
+    """A script that sets up no logging gets a line on stderr for each option without effect."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"

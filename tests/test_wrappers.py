@@ -61,7 +61,7 @@ def whole_config(wrapper: str, text_type: str) -> dict[str, Any]:
 
 
 def whole_model(wrapper: str, text_type: str) -> PreTrainedModel:
-    """As transformers has it, with random weights."""
+    """The complete model of transformers, with random weights."""
     values = whole_config(wrapper, text_type)
     settings = json.loads(json.dumps({**values, **OTHERS.get(wrapper, {})}))
     model = AutoModelForImageTextToText.from_config(

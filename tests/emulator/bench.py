@@ -10,7 +10,7 @@ from tests.emulator.device import EmulatedDevice
 
 
 class EmulatedBench:
-    """As GpuBench; its seconds mean nothing."""
+    """A GpuBench on the emulated GPU; its seconds mean nothing."""
 
     at, l2_bytes, sm = "cpu", 1000, "sm_90a"
 

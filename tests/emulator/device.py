@@ -137,7 +137,7 @@ class EmulatedDevice:
 
 
 def device_for(kernels: Mapping[str, Specialization]) -> "EmulatedDevice | CudaDevice":
-    """What engines with this code are tested on: the emulated GPU, or a real one if the environment says so."""
+    """The device on which tests run this code: the emulated GPU, or a real one if the environment says so."""
     if os.environ.get("ENGINEWRIGHT_TEST_DEVICE") != "cuda":
         return EmulatedDevice(kernels)
     device = CudaDevice()

@@ -88,8 +88,8 @@ T& attached(std::unique_ptr<Attached>& place) {
   return static_cast<T&>(*place);
 }
 
-// Adds E4M3 products with the precision of tensor cores (https://arxiv.org/abs/2412.19437, 3.3.2): each term is cut
-// to the 14 bits below the exponent of the largest one.
+// Adds E4M3 products as tensor cores do by https://arxiv.org/abs/2412.19437, 3.3.2: each term is cut to the
+// 14 bits below the exponent of the largest one.
 template <std::size_t COUNT>
 double cut_sum(const std::array<double, COUNT>& terms) {
   auto smaller = [](double a, double b) { return std::abs(a) < std::abs(b); };

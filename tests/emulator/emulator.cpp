@@ -1,4 +1,4 @@
-// The fibers that run the threads of emulated.h, and the entry point through which Python launches a kernel on them.
+// The fibers that run the threads of emulated.h, and the entry point through which Python launches kernels.
 #include "emulator.h"
 
 #include <algorithm>

@@ -31,7 +31,7 @@ def launch(instance: TritonInstance, grid: Sequence[int], addresses: Sequence[in
 
 
 def round_products() -> None:
-    """From now on products are what tensor cores make of "tf32x3"; the interpreter's are exact."""
+    """Makes the interpreter round products as tensor cores do in "tf32x3"; its own are exact."""
 
     def create_dot(builder, a, b, onto, precision, *_):  # type: ignore[no-untyped-def]
         assert a.dtype == b.dtype == tl.float32 and "TF32x3" in str(precision)
@@ -42,6 +42,6 @@ def round_products() -> None:
 
 
 def _in_two(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What TF32 has of fp32 numbers, and what it has of the rest."""
+    """Splits fp32 numbers into their TF32 part and the TF32 part of the rest."""
     first = (x.view(np.uint32) & TF32_BITS).view(np.float32)
     return first, ((x - first).view(np.uint32) & TF32_BITS).view(np.float32)

@@ -87,7 +87,7 @@ class EmulatedKernels:
 
     @staticmethod
     def are_for(sm: int) -> bool:
-        """Whether kernels of one architecture alone can run."""
+        """Tells if kernels of one architecture alone can run."""
         return True
 
     @property
@@ -135,7 +135,7 @@ def compiled_library(instances: tuple[Instance, ...], sm: int) -> Path:
 
 
 def _built(program: str, options: Sequence[str], suffix: str) -> Path:
-    """What g++ makes of a program; made once for the same sources and options, by whichever process comes first."""
+    """Compiles a program with g++, once for the same sources and options, in the first process that needs it."""
     options = [*FLAGS, *([f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []), *options]
     headers = sorted([*SOURCES.glob("*.cuh"), *EMULATOR.glob("*.h"), *(ROOT / "tests").glob("*/*.cuh")])
     content = [program, " ".join(options), *(path.read_text() for path in headers)]

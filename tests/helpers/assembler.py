@@ -1,4 +1,4 @@
-"""What the assembler says of a kernel, where NVRTC compiles it."""
+"""The assembler's log of a kernel that NVRTC compiles: registers, spills and shared memory."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from enginewright.builder.cuda.nvrtc import OPTIONS
 
 
 def assembler_log(source: str, expression: str, sm: str) -> str:
-    """source: C++, which may include our headers, or another one of tests/."""
+    """Compiles a kernel; gives the assembler's log. source: C++, which may include our headers and those of tests/."""
     headers = {path.name: path.read_text() for path in (*SOURCES.glob("*.cuh"), *Path(__file__).parent.glob("*.cuh"))}
     names, texts = [name.encode() for name in headers], [text.encode() for text in headers.values()]
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"", len(names), texts, names)

@@ -12,12 +12,12 @@ MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model"}, {"id": "
 
 @dataclass(frozen=True)
 class Say:
-    """How one request is answered.
+    """The scripted answer to one request.
 
-    tokens: None is as many as it asks for. first_s, gap_s: pauses before the first and between tokens. fails: sent as
-    an event after the tokens. drop_after: tokens after which the connection is reset; cut_after: after which the
-    stream ends in good order, without a finish_reason. together: tokens in one write. until_together: hold the first
-    token until so many requests have been there at once.
+    tokens: number of tokens; None is the number that the request wants. first_s, gap_s: pauses in seconds before the
+    first and between tokens. fails: error that is sent as an event after the tokens. drop_after: number of tokens after
+    which the connection is reset; cut_after: number after which the stream ends in good order, without a finish_reason.
+    together: tokens in one write. until_together: number of requests that have to arrive before the first token.
     """
 
     status: int = 200
@@ -39,7 +39,7 @@ class Say:
 
 @dataclass
 class Seen:
-    """headers: names in lower case."""
+    """A request that the server has received. headers: by names in lower case."""
 
     method: str
     path: str

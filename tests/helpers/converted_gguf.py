@@ -21,7 +21,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """How a family is written."""
+    """The converter's rules for a family."""
 
     model_type: str
     write_keys: Callable[[gguf.GGUFWriter, PretrainedConfig], None]
@@ -202,7 +202,7 @@ def _older_qwen3_next(name: str, tensor: torch.Tensor, config: PretrainedConfig)
 
 
 def _qwen35_fused(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> Tensors:
-    """With gates and ups of experts in one tensor, which is an option of the converter."""
+    """_qwen35 with gates and ups of experts in one tensor, which is an option of the converter."""
     if name.endswith(".gate_up_proj"):
         yield f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight", tensor
     else:
@@ -261,7 +261,7 @@ def _older_deepseek(name: str, tensor: torch.Tensor, config: PretrainedConfig) -
 
 
 def _mistral4_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
-    """Of transformers' form of a checkpoint, whose config has neither a gating function nor a scale of queries."""
+    """Keys of a checkpoint in transformers' form, whose config has neither a gating function nor a scale of queries."""
     _deepseek_keys(writer, config)
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(config.rope_parameters["factor"])
@@ -603,7 +603,7 @@ def _gemma4(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> Tensor
 
 
 def _gemma4_apart(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> Tensors:
-    """With gates and ups of experts in two tensors, as quantizers of checkpoints leave them."""
+    """_gemma4 with gates and ups of experts in two tensors, as quantizers of checkpoints leave them."""
     if name.endswith("experts.gate_up_proj"):
         for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
             yield f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight", half

@@ -38,12 +38,12 @@ class Attending(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """Columns of the result."""
+        """Number of columns of the result."""
 
     @property
     @abstractmethod
     def room(self) -> int:
-        """For the results of splits, beyond the longest sequence's."""
+        """Further splits that the buffer for results has, in addition to the longest sequence's."""
 
     @abstractmethod
     def launches(self) -> tuple[Launch, ...]: ...
@@ -53,10 +53,10 @@ class Attending(ABC):
 
     @abstractmethod
     def expected(self, chunk: Chunk) -> torch.Tensor:
-        """float64 [tokens, heads, columns]"""
+        """The right result, float64 [tokens, heads, columns]."""
 
     def as_crowded(self, launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
-        """These, without that room if it is not to be there."""
+        """The launches, if `crowded` without that buffer for further splits."""
         if not self.crowded:
             return launches
         assert all(f".partials = {self.room}," in launch.kernel for launch in launches)
@@ -73,7 +73,7 @@ class Attending(ABC):
         seed: int = 0,
         operands: dict[str, Operand] | None = None,
     ) -> list[np.ndarray]:
-        """Of each chunk, float32 [tokens, heads, columns]."""
+        """Runs the kernels; gives each chunk's results, float32 [tokens, heads, columns]."""
         operands = operands or self.operands(chunks)
         sizes = sizes_of(chunks)
         run(kernels, self.launches(), operands, sizes, schedule, seed)
@@ -228,8 +228,8 @@ def compiled(attentions: Sequence[Attending], sm: int = 80) -> Kernels:
 def assert_each_site_is_missed(
     kernels: Kernels, sites: Sequence[str], attentions: Sequence[Attending], chunks: Sequence[Chunk]
 ) -> None:
-    """Without any of these barriers, fences and waits, one of the calls comes out otherwise, or is an error, in one of
-    some orders of warps.
+    """Checks that each of these barriers, fences and waits is needed: without it, one of the calls has another result
+    or an error in one of some orders of warps.
     """
     expected = {attention: attention.run(kernels, chunks) for attention in attentions}
 
@@ -247,7 +247,7 @@ def assert_each_site_is_missed(
 
 
 def assert_a_page_table_that_is_off_is_noticed(kernels: Kernels, attention: Attending, chunks: Sequence[Chunk]) -> None:
-    """In each sequence, and in no other one."""
+    """Checks that a wrong block table of one sequence spoils that sequence's results and no other's."""
     for row in range(len(chunks)):
         operands = attention.operands(chunks)
         table = operands["block_table"].values

@@ -1,4 +1,4 @@
-"""The same kernels, compiled by NVRTC and launched on a GPU: ENGINEWRIGHT_TEST_DEVICE=cuda runs their tests there."""
+"""Kernels compiled by NVRTC and launched on a GPU, on which ENGINEWRIGHT_TEST_DEVICE=cuda runs the emulator's tests."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ def _device() -> CudaDevice:
 
 
 class GpuKernels:
-    """As EmulatedKernels. What a GPU leaves open is as the GPU has it: schedules change nothing, and no barrier can be
+    """EmulatedKernels on a real GPU, which orders its warps itself: schedules change nothing, and no barrier can be
     left out.
     """
 

@@ -1,4 +1,4 @@
-"""What a part of the GPU benchmark reports."""
+"""The report of one part of the GPU benchmark."""
 
 from collections.abc import Callable
 from pathlib import Path

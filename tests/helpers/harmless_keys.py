@@ -93,7 +93,9 @@ class Reference:
             return model(torch.from_numpy(self.tokens)).last_hidden_state.numpy()  # type: ignore[no-any-return]
 
     def with_odd(self, entries: Mapping[str, Harmless], which: int) -> "Odd":
-        """The same weights, with all of these keys at the first odd value that transformers takes, or at the next."""
+        """A model of the same weights, with each of these keys at an odd value that transformers accepts: the first
+        one, or the `which`-th after it.
+        """
         settings, taken = dict(self.config), dict[str, Any]()
         for key, entry in entries.items():
             values = odd_values(key, entry, self.defaults.get(key))

@@ -132,7 +132,7 @@ class KernelRunner:
         self.executor.run(self.arrays, self.sizes)
 
     def work(self) -> dict[str, int]:
-        """What all kernels added so far have to do in a step, together (struct Work of kernel.h)."""
+        """Sums the work of all kernels added so far in a step (struct Work of kernel.h)."""
         _, work = self.executor.profile(self.arrays, self.sizes)
         return {name: int(work[name].sum()) for name in work.dtype.names or ()}
 

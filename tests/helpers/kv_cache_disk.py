@@ -1,4 +1,4 @@
-"""What of a prefix cache is kept on disk, on CPUs and on emulated GPUs: checks that hold on both."""
+"""Checks of the prefix cache on disk that hold on CPUs and on emulated GPUs."""
 
 import os
 from collections.abc import Sequence

@@ -42,7 +42,7 @@ def weights_hash(engine: Engine) -> str:
 
 
 def recorded(name: str, weights: str, isa: str) -> str | None:
-    """What an engine's logits hash to on an instruction set; None if nothing was recorded for these weights there."""
+    """The recorded hash of an engine's logits on an instruction set; None if there is none for these weights."""
     found: str | None = json.loads(RECORDED.read_text())[name].get(weights, {}).get(isa)
     return found
 

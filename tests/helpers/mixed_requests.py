@@ -55,7 +55,11 @@ def requests(count: int, seed: int = 0) -> list[tuple[list[int], SamplingParams,
 
 
 def answers(engine: Engine, count: int, seed: int = 0, **limits: Any) -> tuple[dict[tuple[int, int], Answer], Stats]:
-    """By request and choice, how each ended, and what the engine counted. Requests arrive two at a time."""
+    """Generates completions of `count` mixed requests, which arrive two at a time.
+
+    Returns:
+        The completions by numbers of request and choice, and the engine's statistics.
+    """
     core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
     todo = list(enumerate(requests(count, seed)))[::-1]
     deltas: dict[tuple[int, int], list[Delta]] = {}

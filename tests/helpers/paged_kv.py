@@ -27,7 +27,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class AttendedText:
-    """What attention sees of a sequence; bf16. q: [length, heads, head_dim], k, v: [length, kv_heads, head_dim]."""
+    """One sequence in bf16. q: [length, heads, head_dim], k and v: [length, kv_heads, head_dim]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -76,7 +76,7 @@ def nibbles_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bits(values: torch.Tensor) -> NDArray[np.generic]:
-    """Of bf16 (or what is rounded to it) or FP8; int8 as it is."""
+    """The bits of numbers in FP8 or, after rounding, bf16; int8 stays as it is."""
     if values.dtype == torch.int8:
         return values.numpy()
     if values.dtype == torch.float8_e4m3fn:
@@ -95,7 +95,7 @@ def codes_of(rows: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def stored(rows: torch.Tensor, dtype: str) -> torch.Tensor:
-    """What rows of bf16 are worth to attention, float64: themselves, or their codes with a scale."""
+    """The float64 values that attention reads for rows of bf16: themselves, or their codes with a scale."""
     if dtype == "bf16":
         return rows.double()
     if dtype == "u4":

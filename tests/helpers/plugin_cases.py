@@ -232,7 +232,7 @@ LATENT_POOL: dict[str, Operand] = {"latent_pool": (BFLOAT16, ("slots", 1, 14))}
 
 
 def _of_one_text(operands: Mapping[str, Operand]) -> dict[str, Operand]:
-    """The same of the tokens of one sequence."""
+    """The operands with the tokens of one sequence in place of a step's."""
     return {name: (dtype, (1, "T", *dims[1:])) for name, (dtype, dims) in operands.items()}
 
 
@@ -262,7 +262,7 @@ def _routes() -> list[Case]:
 
 
 def _products_of_experts() -> list[Case]:
-    """Of four experts, one of which has no rows."""
+    """Cases of products with four experts, one of which has no rows."""
     cases, starts = [], {"starts": (INT32, (1, 5))}
     eights: dict[str, Operand] = {"weight": (INT8, (40, 45)), "scale": (FLOAT, (40,))}
     fours: dict[str, Operand] = {"weight": (UINT8, (40, 45)), "scale": (BFLOAT16, (40, 2)), "zero": (INT8, (40, 2))}

@@ -91,7 +91,9 @@ def gptq(bits: int = 4, group: int = 32, symmetric: bool = True, version: int = 
 
 
 def _zeros_of_version_1(zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """As GPTQModel's convert_gptq_v2_to_v1_format: 1 less, of whole words where no word divides a number."""
+    """Zeros in the v1 format, by GPTQModel's convert_gptq_v2_to_v1_format: 1 less, taken from whole words where `bits`
+    divides 32.
+    """
     if 32 % bits:
         return words_of(zeros - 1 & (1 << bits) - 1, bits)
     return words_of(zeros, bits) - sum(1 << bit for bit in range(0, 32, bits))
@@ -111,7 +113,7 @@ def awq(group: int = 32) -> Pack:
 
 
 def _in_awq_order(codes: torch.Tensor) -> torch.Tensor:
-    """Of each eight: those of even places, then those of odd ones."""
+    """Reorders each eight codes: those at even positions, then those at odd ones."""
     return codes.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
 
 

@@ -27,7 +27,7 @@ def request(params: SamplingParams, vocab: int, prompt: list[int] | None = None,
 
 
 def philox(counter: Sequence[Any], key: Sequence[int]) -> Sequence[Any]:
-    """Of words, or of arrays of them (uint64)."""
+    """Philox-4x32-10 of a counter (four words, or uint64 arrays of them) and a key (two words)."""
     for _ in range(10):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         low = 2**32 - 1
@@ -37,7 +37,7 @@ def philox(counter: Sequence[Any], key: Sequence[int]) -> Sequence[Any]:
 
 
 def noise(seed: int, choice: int, position: int, vocab: int) -> Floats:
-    """The number of each token, which its chance is divided by: csrc/cpu/noise.h."""
+    """The noise of each token, by which its probability is divided (csrc/cpu/noise.h)."""
     low = 2**32 - 1
 
     def drawn(numbers: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], Floats]:
@@ -61,7 +61,7 @@ def adjusted(logits: NDArray[np.float32], params: SamplingParams, prompt: list[i
 
 
 def probabilities(x: Floats, params: SamplingParams) -> Floats:
-    """Of each token, after temperature, top-k, top-p and min-p."""
+    """Probabilities of all tokens after temperature, top-k, top-p and min-p."""
     x = x / params.temperature
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
     kept = order[: params.top_k] if params.top_k > 0 else order

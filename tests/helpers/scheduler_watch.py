@@ -69,14 +69,15 @@ def sequence_of(
 
 
 def cost_at(position: int) -> float:
-    """Of a prompt's token: twice as much at 8 as at 0."""
+    """The cost of a prompt's token: twice as much at position 8 as at 0."""
     return 1 + position / 8
 
 
 class Watch:
-    """poisoned: sequences whose logits are NaN, from the first on; nobody may see what they have written.
+    """Runs a scheduler without a model, and checks its plans and its caches' content at each step.
 
-    draw: of a sequence with these tokens. ahead: steps that may be planned and not committed when another is planned.
+    poisoned: sequences all of whose logits are NaN; nobody may read what they have written. draw: samples the next
+    token of a sequence with these tokens. ahead: steps that may be planned and not committed when another is planned.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class Watch:
         return accepted
 
     def commit(self) -> None:
-        """Of the steps under way, the oldest."""
+        """Commits the oldest step that is under way."""
         plan, accepted, ends = self.under_way.popleft()
         for sequence in plan.rows.sequences:
             if sequence in self.scored:

@@ -107,7 +107,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """What every error must have."""
+        """The `error` object of the body, after checks of what every error must have."""
         error = self.json["error"]
         assert set(self.json) == {"error"} and set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
@@ -117,7 +117,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream; the last one is "[DONE]" if it ended well."""
+        """The events of a stream; the last one is "[DONE]" if it ended well."""
         assert self.headers["content-type"].startswith("text/event-stream")
         *lines, rest = self.body.decode().split("\n\n")
         assert rest == "" and all(line.startswith("data: ") and "\n" not in line for line in lines)
@@ -164,7 +164,7 @@ class Running:
         assert not self._thread.is_alive()
 
     def end(self) -> None:
-        """As a signal does."""
+        """Requests the shutdown, as a signal does."""
         self._loop.call_soon_threadsafe(self.shutdown.request)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -314,7 +314,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the other side closes."""
+    """Reads until the other side closes the connection."""
     data = b""
     try:
         while piece := connection.recv(1 << 16):
@@ -355,7 +355,7 @@ def process(before: str = "", limits: Mapping[str, Any] = {}, **config: Any) -> 
 
 
 def port_of(opened: subprocess.Popen[str]) -> int:
-    """Of a server that has just been started; waits until it takes connections."""
+    """Waits until a server that has just been started accepts connections; gives its port."""
     assert opened.stderr is not None
     line = opened.stderr.readline()
     found = re.fullmatch(

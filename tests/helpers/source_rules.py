@@ -1,4 +1,4 @@
-"""What our own Python may not do, found in its syntax tree: run what it reads, or start a shell."""
+"""Rules for our own Python, checked in its syntax tree: it may not run what it reads, nor start a shell."""
 
 import ast
 from collections.abc import Iterator

@@ -567,7 +567,7 @@ user: Hello, who are you? assistant: I am a tiny model. Größe, naïve, 東京,
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
-    """What config.json of a tiny model of a family (one of FAMILIES) holds."""
+    """Content of config.json for a tiny model of a family (one of FAMILIES)."""
     common = {} if family == "gpt2" else {"num_hidden_layers": 3, "max_position_embeddings": 512}
     return {
         "model_type": family,

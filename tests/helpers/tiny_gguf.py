@@ -108,7 +108,7 @@ class TinyGguf(gguf.GGUFWriter):
         self._add_own(config)
 
     def _add_own(self, config: PretrainedConfig) -> None:
-        """What the converter writes of this architecture alone."""
+        """Adds the keys that the converter writes for this architecture alone."""
         match self.architecture:
             case "qwen3moe":
                 self.add_expert_count(config.num_experts)

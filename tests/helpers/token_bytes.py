@@ -12,12 +12,12 @@ BYTES = {name: byte for byte, name in bytes_to_unicode().items()}
 
 
 def byte_level_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """By transformers' table."""
+    """The bytes of a byte-level token, by transformers' table."""
     return bytes(BYTES[name] for name in str(tokenizer._tokenizer.id_to_token(token)))
 
 
 def starts_of(data: bytes) -> list[int]:
-    """Where characters begin in bytes, of which each longest part that is no character is one."""
+    """Offsets at which characters begin in bytes; each longest invalid part counts as one character."""
     starts, place = list[int](), 0
     while place < len(data):
         starts.append(place)

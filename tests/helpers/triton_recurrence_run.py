@@ -89,7 +89,7 @@ class Run:
         rows: Mapping[str, np.ndarray],
         batch_invariant: bool = False,
     ) -> np.ndarray:
-        """What the tokens give; states change in self.memory."""
+        """Runs a step; gives the tokens' results, [tokens, width], and changes the states in self.memory."""
         problem, tokens = self.problem, sum(counts)
         width, elements = problem.heads * problem.v, problem.heads * problem.k * problem.v
         state = Matrix("f32", Linear(), elements, elements, elements, block_stride=4 * (elements + GAP))

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter changes in the architectures that tests/test_checkpoint_gguf.py leaves out."""
+"""Changes by llama.cpp's converter in the architectures that tests/test_checkpoint_gguf.py leaves out."""
 
 from tests import test_checkpoint_gguf as short
 from tests.helpers.breadth import repeated

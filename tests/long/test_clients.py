@@ -84,7 +84,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def tools_address() -> Iterator[str]:
-    """Of a server whose model, tiny, calls tools, which SmolLM2 does not."""
+    """Address of a server with a tiny model that calls tools, which SmolLM2 does not."""
     with running(engine=tiny_engine("calls tools"), api_keys=(KEY,)) as server:
         yield f"http://127.0.0.1:{server.port}"
 

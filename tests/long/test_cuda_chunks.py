@@ -18,7 +18,7 @@ def test_an_engine_computes_its_graph_in_chunks(family: str, quant: str) -> None
 
 
 def test_they_compile_everywhere_and_nothing_spills() -> None:
-    """With heads as Qwen3-Next has them, and Nemotron-H; and with odd ones that are not aligned."""
+    """Kernels for the heads of Qwen3-Next and Nemotron-H, and for odd ones that are not aligned."""
     published = [*chunk_kernels(True, 32, 16, 128, 128), *chunk_kernels(False, 128, 8, 128, 64)]
     odd = chunk_kernels(True, 3, 3, 10, 50, unaligned=1)
     for sm, made in compile_kernels([*published, *odd], (*SHARED_BYTES, PTX)).items():

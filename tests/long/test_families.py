@@ -53,7 +53,7 @@ CHOSEN = 3  # the expert that all tokens go to
 
 
 def to_one_expert(model: PreTrainedModel) -> None:
-    """What experts are chosen by has one that is far above all others."""
+    """Raises the router's bias of one expert far above all others."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(("router.bias", "e_score_correction_bias")):
             with torch.no_grad():

@@ -41,8 +41,8 @@ def test_the_full_gate(smollm2_folder: Path, tmp_path: Path) -> None:
 
 
 def with_outliers(source: Path, target: Path) -> Path:
-    """The same function with a few channels of each norm's output 64 times as large, and the weights that read them as
-    much smaller: powers of two, which lose nothing."""
+    """Copies a checkpoint to one of the same function, in which a few channels of each norm's output are 64 times as
+    large, and the weights that read them as much smaller: powers of two, which lose nothing."""
     shutil.copytree(source, target)
     weights = load_file(source / "model.safetensors")
     for name in [name for name in weights if "layernorm" in name]:

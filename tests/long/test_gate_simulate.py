@@ -1,4 +1,4 @@
-"""What the gate says of targets that are not at hand, in the formats that tests/test_gate_simulate.py leaves out."""
+"""The gate's verdict on targets that are not at hand, in the formats that tests/test_gate_simulate.py leaves out."""
 
 from enginewright.dtypes import KV_CACHES
 from tests import test_gate_simulate as short

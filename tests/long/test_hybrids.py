@@ -34,7 +34,7 @@ test_preemption_changes_no_token = repeated(short.test_preemption_changes_no_tok
 @pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("length", [*range(1, 70, 3), 127, 129, 500, 1023, PROMPT])
 def test_prompts_of_any_length_are_near_transformers(family: str, length: int) -> None:
-    """In chunks of 37 tokens, which no convolution, tile or block divides."""
+    """Prompts are computed in chunks of 37 tokens, which no convolution, tile or block divides."""
     (text,) = texts([length], seed=length)
     expected = _reference(family, text)
     with Engine.open(engine_of(family, longest=LONGEST)) as engine:

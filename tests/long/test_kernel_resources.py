@@ -1,4 +1,4 @@
-"""What kernels take of models that tests/test_kernel_resources.py leaves out."""
+"""Resources of the kernels of models that tests/test_kernel_resources.py leaves out."""
 
 from tests import test_kernel_resources as short
 from tests.helpers.breadth import repeated

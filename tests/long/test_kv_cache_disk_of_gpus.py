@@ -1,4 +1,4 @@
-"""What the prefix cache of a GPU keeps on disk is what a CPU's does (tests/test_kv_cache_disk.py)."""
+"""The prefix cache of a GPU keeps on disk what a CPU's does (tests/test_kv_cache_disk.py)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("reading_pays")
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """Of a family, on the emulated GPU."""
+    """An engine of a family on the emulated GPU."""
     with gpu_engine(request.param, monkeypatch) as opened:
         yield opened
 

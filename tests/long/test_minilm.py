@@ -49,7 +49,7 @@ def expected(folder: Path) -> Sequence[np.ndarray]:
 
 @pytest.mark.parametrize("quant", ["bf16", "int8-wo", "w8a8", "int4-rtn"])
 def test_vectors(quant: str, folder: Path, expected: Sequence[np.ndarray], tmp_path: Path) -> None:
-    """The same bits alone and together; what is alike stays so."""
+    """Vectors have the same bits alone and together, and similar texts stay similar."""
     path = tmp_path / "minilm.engine"
     build_engine(open_checkpoint(str(folder)), BuildConfig(quant=quant_config(quant)), path)
     with LLM(path) as llm:

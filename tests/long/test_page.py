@@ -56,7 +56,7 @@ def ended(page: Any) -> None:
 
 
 def sent(page: Any, text: str | None = None) -> list[dict[str, Any]]:
-    """What the page asks from now on. Answers are the text, whatever the model is: it can write nothing else."""
+    """Records the bodies that the page sends from now on. With a text, a grammar makes every completion that text."""
     bodies: list[dict[str, Any]] = []
 
     def pass_on(route: Any) -> None:
@@ -310,7 +310,7 @@ def test_markdown(chromium: Any, tiny: Running, text: str, html: str) -> None:
 
 
 def markdown(page: Any, *texts: str) -> str:
-    """What the page shows of a text that has grown so."""
+    """The HTML that the page shows for a text that has grown through `texts`."""
     html: str = page.evaluate(
         """async (texts) => {
           const { MarkdownView } = await import("/page/markdown.js");

@@ -226,7 +226,7 @@ def mixed(random: random.Random) -> tuple[str, Any]:
 
 
 def said(path: str, answer: Answer) -> Any:
-    """What an answer says, without ids and times."""
+    """The content of an answer, without ids and times."""
     assert answer.status == 200, answer.body
     whole = answer.json
     if path == "/v1/responses":
@@ -239,7 +239,7 @@ def said(path: str, answer: Answer) -> Any:
 
 
 def streamed(answer: Answer) -> Any:
-    """The same of a stream of either of OpenAI's older APIs."""
+    """The content of a stream of either of OpenAI's older APIs, in the form of `said`."""
     *events, done = answer.events
     assert done == "[DONE]", answer.body
     texts, messages, reasons = dict[int, str](), dict[int, list[Any]](), dict[int, str]()
@@ -254,7 +254,7 @@ def streamed(answer: Answer) -> Any:
 
 
 def _said(reason: str, text: str | None, messages: list[Any]) -> Any:
-    """Of a message, or of the deltas of one."""
+    """The content of a message, or of the deltas of one."""
     content = "".join(message.get("content") or "" for message in messages)
     calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
     names = [call["name"] for call in calls if call.get("name")]
@@ -272,7 +272,7 @@ def leave(server: Running, path: str, body: Any, random: random.Random) -> None:
 
 
 def named_threads() -> list[str]:
-    """Of this process, without those of pools, which grow to their size."""
+    """Names of this process's threads, without those of pools, which grow to their size."""
     names = [thread.name for thread in threading.enumerate()]
     return sorted(name for name in names if not name.startswith(("asyncio_", "tokenizer_")))
 
