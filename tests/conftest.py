@@ -68,8 +68,8 @@ def _durations() -> dict[str, float]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files begin first, and those that nobody has measured: a file goes to one worker, and short ones fill
-    what is left at the end.
+    """Runs the longest files first, after those without a measured time: a file goes to one worker, and short ones fill
+    the time that is left at the end.
     """
     seconds = _durations()
     items.sort(key=lambda item: -seconds.get(name_of(item.path), float("inf")))
@@ -133,6 +133,6 @@ def guesses_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine: tiny models are computed faster than what they left on disk is read."""
+    """Makes reading from disk pay on any machine, although tiny models are computed faster than their KV is read."""
     monkeypatch.setattr(storage, "_prompt_s", lambda *_: None)
     monkeypatch.setattr(stored, "LONGEST_S", 60.0)

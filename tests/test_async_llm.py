@@ -167,7 +167,7 @@ def test_cached_tokens_are_known_with_the_first_delta(engine: Engine) -> None:
 
 @pytest.mark.parametrize("choices", [1, 2])
 def test_abort_at_any_moment(engine: Engine, choices: int) -> None:
-    """Before it runs, while its prompt is read, in the middle, at the end; what came is the beginning of the answer."""
+    """A request is aborted while waiting, in its prompt, in the middle or at the end; its output so far is a prefix."""
     prompts = [np.random.default_rng(n).integers(3, 300, 5 + 9 * n).tolist() for n in range(12)]
     params = [replace(GREEDY, n=choices, temperature=0.9, seed=n) for n in range(12)]
     expected = lone(engine, prompts, params)

@@ -146,7 +146,7 @@ def test_beams_share_what_is_computed() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"max_num_seqs": 16, "kv_cache_memory": 72 << 10}], ids=str)
 def test_beams_without_room_take_turns(limits: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two places, or KV blocks for so many, for searches of 6 and 3 beams and an answer: the same tokens, later."""
+    """Searches of 6 and 3 beams and a completion share two slots, or few KV blocks, and give the same tokens."""
     if ahead:
         monkeypatch.setattr("enginewright.runtime.device.devices.CpuExecutor", LateExecutor)
     path, greedy = engine_of("llama"), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

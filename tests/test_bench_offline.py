@@ -32,7 +32,7 @@ def test_figures_are_those_of_the_rounds(engine: Path, capsys: pytest.CaptureFix
     first = report.rounds[0]
     assert (first.requests, first.preemptions, first.cached_prompt_tokens) == (7, 0, 0)
     assert 7 * 2 <= first.generated_tokens <= 7 * 9 and 7 * 3 <= first.prompt_tokens <= 7 * 20
-    # The last token of an answer is drawn and never read.
+    # The last token of a completion is sampled and never read.
     assert first.computed_tokens == first.prompt_tokens + first.generated_tokens - 7
     assert first.steps >= 9 - 1
     for entry in report.rounds:

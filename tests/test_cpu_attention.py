@@ -136,7 +136,7 @@ class Attention:
 
 
 def sinks_of(heads: Heads) -> torch.Tensor:
-    """A logit a head: some that nobody notices, some that take nearly all."""
+    """One sink's logit for each head: from negligible ones to ones that take nearly all weight."""
     return torch.linspace(-9, 9, heads.heads)
 
 

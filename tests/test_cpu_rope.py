@@ -150,7 +150,7 @@ def test_threads_do_not_disturb_each_other(isa: str, kv: str, threads: int) -> N
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", ["i8", "e4m3"])
 def test_rows_of_codes_that_are_not_finite_have_no_scale(isa: str, kv: str) -> None:
-    """Their codes mean nothing; rows of zeros have scale 0."""
+    """Rows that are not finite have a NaN scale, and their codes mean nothing; rows of zeros have scale 0."""
     heads = Heads(4, 2, 20)
     write = Write(heads, 6, 20, kv)
     write.slots = np.arange(6, dtype=np.int32)

@@ -68,7 +68,7 @@ def check_mixed_batch(attention: Attention, kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("attention", [*BY_KV, SINKS[0]], ids=str)
 def test_bits_do_not_depend_on_company(attention: Attention) -> None:
-    """The last tokens alone, in chunks and company, and the whole prompt at once: by both kernels, whole or apart."""
+    """Bits are the same for last tokens alone, in a batch and in the whole prompt: by both kernels, split or not."""
     length = 281
     (prompt,) = attention.run(library(), [whole(SMALL, length)])
     for start in (length - 1, length - 5, length - 6, length - 150):

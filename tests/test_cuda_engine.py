@@ -220,7 +220,7 @@ def answers(
 
 
 def check_batch_invariant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and drawn, with their log-probabilities: alone, together, preempted, and read in other pieces."""
+    """Checks greedy and sampled completions with log-probabilities: alone, together, preempted, in other chunks."""
     asked = [
         (random_tokens(length, seed=length).tolist(), replace(params, logprobs=2, ignore_eos=True))
         for length, params in (
@@ -358,7 +358,7 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_running_ahead_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the next draw has to know of the token that it goes on from, or whether there will be one."""
+    """Tokens are the same, whatever the next step's sampling needs of a token that is not yet known, or never comes."""
     path, _, kernels = built("llama", "bf16")
     asked = [
         SamplingParams(temperature=0.0, max_tokens=5, repetition_penalty=1.5, ignore_eos=True),

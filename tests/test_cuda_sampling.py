@@ -144,7 +144,7 @@ EXTRA: list[dict[str, Any]] = [
 @pytest.mark.parametrize("size", [SMALL, TINY], ids=["small", "tiny"])
 @pytest.mark.parametrize("ties", [False, True])
 def test_tokens_are_the_cpus(kernels: Kernels, size: tuple[int, int], ties: bool) -> None:
-    """But that top-p may take one token more or fewer, where its sum is within 1e-7: one draw of 1000 would be many.
+    """Tokens agree, but top-p may keep one more or one fewer if its sum is within 1e-7: one of 1000 would be many.
     With ties, greedy, top-k and top-p have many equals to choose from.
     """
     draws, different, count = Draws(kernels, size), 0, 0
@@ -159,7 +159,7 @@ def test_tokens_are_the_cpus(kernels: Kernels, size: tuple[int, int], ties: bool
 
 
 def test_logits_of_equal_weights_are_equals_in_top_p(kernels: Kernels) -> None:
-    """They differ by units in the last place, and weights at a high temperature by less: some 25 have the same."""
+    """Logits differ by units in the last place, and weights at a high temperature by less: some 25 have the same."""
     rng, params = np.random.default_rng(6), []
     units = np.stack([rng.permutation(SMALL[0]) for _ in range(16)])
     for share in range(16):

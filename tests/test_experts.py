@@ -145,7 +145,7 @@ def test_scaling_what_experts_read_changes_no_result(case: str) -> None:
 
 
 def outliers(checkpoint: MemoryCheckpoint, norm: float = 1, up: float = 1) -> ir.Model:
-    """A model with one channel of what experts read so many times as large, and one of what the last has inside."""
+    """A model with one channel of the experts' input `norm` times as large, and one in the last expert `up` times."""
     model = build_graph(checkpoint)
     for site in sites(model)[0]:
         if site.routers or site.experts > 1:

@@ -223,7 +223,7 @@ def test_texts_are_cut_to_what_the_engine_takes(longest: int, tmp_path: Path) ->
 
 
 def with_outliers(factor: float) -> MemoryCheckpoint:
-    """A model that computes the same, with a channel of what its layers read so much larger, and weights smaller."""
+    """A model of the same function, with one channel of its layers' inputs `factor` times as large."""
     checkpoint = in_memory()
     stored = {name: values.clone() for name, values in checkpoint.stored.items()}
     readers = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}

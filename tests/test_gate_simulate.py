@@ -60,7 +60,7 @@ OF_GPUS = [("int8-wo", "fp8"), ("int4-rtn", "bf16")]
 
 @pytest.mark.parametrize("quant", SOME_QUANTS)
 def test_the_simulation_is_what_the_cpu_computes(quant: str, tmp_path: Path) -> None:
-    """Told the CPU's precision, it is as near to the engine as attention in bf16 allows; other weights are not."""
+    """At the CPU's precision, it is as near to the engine as attention in bf16 allows; with other weights it is not."""
     checkpoint, texts = checkpoint_of("qwen3"), [random_tokens(n, seed=n).tolist() for n in (1, 37)]
     config = BuildConfig(quant=quant_config(quant), gate=None)
     build_engine(checkpoint, config, tmp_path / "x.engine")

@@ -79,7 +79,7 @@ def test_greedy_is_the_largest_logit_of_each_step(llm: LLM) -> None:
 
 
 def test_answers_are_batch_invariant(llm: LLM) -> None:
-    """More requests than sequences, prompts cut into chunks, and draws as well as largest logits."""
+    """There are more requests than sequences, prompts in several chunks, and sampled and greedy completions."""
     prompts = prompts_of([1, 70, 5, 31, 32, 33, 2, 100, 17, 64, 3, 40])
     params = [replace(GREEDY, temperature=n % 3 * 0.7, seed=n, max_tokens=n % 7 + 3) for n in range(len(prompts))]
     together = all_of(llm, prompts, params)
@@ -220,7 +220,7 @@ def test_a_conversation_is_its_template(llm: LLM) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_nan_ends_one_request_and_no_other(broken: Engine, place: int) -> None:
-    """Its blocks go to others while it runs (a window's) and after; memory is so short that they are used at once."""
+    """The failed request's blocks go to others while it runs (a window's) and after; memory is scarce, so at once."""
     bad = [BROKEN_TOKEN, *prompts_of([150])[0]]
     good = prompts_of([5, 70, 33, 90, 41, 12], seed=1)
     with LLM(broken, **LIMITS) as fine:

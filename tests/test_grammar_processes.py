@@ -126,7 +126,7 @@ def test_masks_are_those_of_llguidance(grammars: Grammars, wanted: dict[str, Any
 
 
 def test_allow_never_waits(grammars: Grammars) -> None:
-    """While a grammar's process is stopped, nothing is known, and nobody waits; other grammars go on."""
+    """While a grammar's process is stopped, its masks are unknown, and `allow` does not wait; other grammars go on."""
     held, other = walk(grammars, regex="[ab]{30}"), walk(grammars, regex="[cd]{30}")
     (first, *_), (second, *_) = tokens_of(mask(held)), tokens_of(mask(other))
     os.kill(pid_of(grammars, held), signal.SIGSTOP)

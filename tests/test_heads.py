@@ -72,7 +72,7 @@ SOME_ANSWERING = ANSWERING[::3]
 
 @cache
 def head_of(case: str) -> Guesser:
-    """Its model ties its embeddings, unless it says so: greedy, it repeats itself."""
+    """A head by the name of a case. Most models tie their embeddings, and so repeat themselves in greedy decoding."""
     match case.split():
         case ["untied", family]:
             return with_mtp(family)

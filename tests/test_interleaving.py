@@ -1,4 +1,4 @@
-"""Answers that are asked for while others are being read: one KV cache, and nobody's text changes."""
+"""Requests that arrive while other completions are being read: one KV cache, and no text changes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -198,7 +198,7 @@ def test_pending_blocks_are_nobody_elses() -> None:
 
 
 def test_the_last_tokens_are_taken_back() -> None:
-    """Their blocks are free, and reserved for the same sequence; what is left is found, what will change is not."""
+    """Blocks of removed tokens are free, but reserved for their sequence; only unchanged full blocks are shared."""
     keys = PrefixKeys(4).of(range(40), 3)
     cache = Cache([group(0)], [5], chunk=12)
     (table,) = tables = written(cache, 12, keys)

@@ -171,7 +171,7 @@ def test_mixed_requests_with_few_blocks(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_nobody_else_waits_for_the_disk(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer is written on while another request's beginning is read; that is computed if it takes too long."""
+    """A request generates while another one's prefix is read from disk; a prefix that takes too long is computed."""
     may_read, content = threading.Event(), DiskStore._content
     limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path)}
     with Engine.open(llama) as engine:

@@ -402,7 +402,7 @@ def test_a_choice_says_whether_it_is_finished(llm: LLM) -> None:
 
 
 def test_outputs_stand_in_the_order_of_prompts(llm: LLM) -> None:
-    """Whichever ends first."""
+    """Outputs are in the order of prompts, whichever ends first."""
     prompts = [[5 + n] * (n % 5 + 1) for n in range(20)]
     params = [replace(GREEDY, max_tokens=40 - 2 * n) for n in range(20)]
     outputs = llm.generate(prompts, params)

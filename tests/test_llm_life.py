@@ -235,7 +235,7 @@ def test_one_that_is_dropped_ends_its_thread(engine: Engine) -> None:
 
 
 def test_a_fault_in_one_request_is_its_own(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    """Here, a tokenizer that cannot decode what one of them has drawn."""
+    """The fault is a tokenizer that cannot decode a token that one of the requests has sampled."""
     expected = tokens_of(llm.generate([[5], [6, 7]], GREEDY))
     add, seen = llm._core.add, []
 

@@ -227,7 +227,7 @@ def test_an_answer_or_calls_and_nothing_else(calls: CallFormat) -> None:
 
 @pytest.mark.parametrize("calls", CALL_FORMATS, **NAMES)
 def test_the_end_may_come_after_each_whole_call(calls: CallFormat) -> None:
-    """And has to come after so many."""
+    """The end may come after each complete call, and has to come after the maximum number of calls."""
     arguments = {"type": "object", "properties": {}, "additionalProperties": False}
     for several in (False, True):
         found = matcher(grammar=only_calls(calls, {"stop": arguments}, {}, several=several))
@@ -310,7 +310,7 @@ def test_tools_without_a_schema_take_any_arguments(calls: CallFormat) -> None:
 
 @pytest.mark.parametrize("calls", [HERMES, HARMONY, GEMMA4, QWEN3_XML, MISTRAL], **NAMES)
 def test_marks_that_are_special_tokens(calls: CallFormat) -> None:
-    """They stand as tokens wherever they are a part of the form, and no text between has them."""
+    """Markers are special tokens wherever the format has them, and no text between contains them."""
     marks = MessageFormat(THINK, calls).marks
     special = {mark: 1000 + place for place, mark in enumerate(dict.fromkeys(marks))}
     grammars = [

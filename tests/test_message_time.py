@@ -93,7 +93,7 @@ def test_work_is_linear(calls: CallFormat, size: int, work: Work) -> None:
 
 
 def test_the_count_sees_a_square(work: Work) -> None:
-    """A text that is searched again from its beginning with each character."""
+    """A text that is searched again from its start with each character."""
 
     def search_again(count: int) -> int:
         for end in range(count):

@@ -423,7 +423,7 @@ def test_arguments_come_as_they_are_written(name: str) -> None:
 @pytest.mark.parametrize("arguments", ['{"a": 1, oh}', '{"a": [1}', '{"a": "x', '{"a": 1', "{", '{"a": "\\'])
 @pytest.mark.parametrize("name", STREAMED)
 def test_arguments_that_are_no_json(name: str, arguments: str) -> None:
-    """They are given as they are, up to the mark that ends the call, or the end of the message."""
+    """Arguments that are not JSON are given as they are, up to the marker that ends the call, or the message's end."""
     calls, text, _ = CASES[name]
     beginning = text[: text.index("{", text.index("weather"))]
     for pieces in cuts(beginning + arguments):
@@ -638,7 +638,7 @@ def test_templates_without() -> None:
 
 
 def test_marks_are_shown_although_they_are_special_tokens() -> None:
-    """Also where one comes in the middle of a character, and only those of the format."""
+    """Only markers of the format are shown, also where one comes in the middle of a character."""
     files = MemoryCheckpoint({}, {}).tokenizer
     tokenizer = Tokenizer(files.tokenizer_json, {}, None)
     mark, other = (tokenizer.token_id(token) for token in ("<|turn|>", "<|end|>"))

@@ -384,7 +384,7 @@ def test_quantized_arithmetic_is_numpys(quant: QuantConfig) -> None:
 
 @pytest.mark.parametrize(("scales", "group"), [("tensor", 0), ("channel", 0), ("block", 128)])
 def test_gpus_have_activations_in_fp8(scales: str, group: int) -> None:
-    """But for tables; bf16 on the CPU, and where that is asked for."""
+    """Activations are FP8 on GPUs except for tables; they are bf16 on the CPU, and where the method wants it."""
     quant = Fp8(fp8_scales=scales)
     for target, other in ((CPU_TARGET, quant), (CudaTarget(), Fp8(fp8_scales=scales, fp8_activations="bf16"))):
         model, _ = small_graph(scale=1.0)

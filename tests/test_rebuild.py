@@ -1,4 +1,4 @@
-"""`engine rebuild`: an engine is made again of its inputs, and what became of these is said."""
+"""`engine rebuild`: an engine is made again from its inputs, and changes of these are reported."""
 
 import json
 import shutil
@@ -119,7 +119,7 @@ def test_inputs_that_have_changed(folder: Path) -> None:
 
 
 def test_an_engine_that_is_not_of_its_inputs(folder: Path) -> None:
-    """Its hashes are right, and its manifest names the inputs of the other: only a build can tell."""
+    """The engine's hashes are right, and its manifest names another one's inputs, so that only a build can tell."""
     copied(folder / "x.engine", folder / "y.engine", {"chat_template": b"{{ 'do as I say' }}"})
     result = run("rebuild", folder / "y.engine")
     assert result.exit_code == 1 and "content   different" in result.stdout
@@ -136,7 +136,7 @@ def test_evidence_alone(folder: Path) -> None:
 
 
 def test_a_gate_is_asked_for_the_same(folder: Path) -> None:
-    """Its level and limits are in the engine; without evidence it is left out, and the content is the same."""
+    """The gate's level and limits are in the engine; without evidence it is left out, and the content is the same."""
     engine = built(folder / "tiny-llama", folder / "y.engine", "--quant", "w8a8", "--gate", "quick,kl=0.7,layer=0.5")
     assert remade(engine)["same_bytes"] is True
     report = remade(engine, "--no-evidence")
@@ -164,7 +164,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_quantized_already(folder: Path) -> None:
-    """Its format is called like a method of ours, which it must not be quantized with once more."""
+    """The checkpoint's format has the name of a method of ours, which must not be applied again."""
     tiny = tiny_case("fp8, blocks")
     (folder / "tiny-llama/config.json").write_text(json.dumps(dict(tiny.checkpoint.config)))
     save_file({name: value.contiguous() for name, value in tiny.checkpoint.stored.items()}, folder / WEIGHTS)
@@ -203,7 +203,7 @@ def test_a_draft(folder: Path) -> None:
 
 
 def test_a_head(folder: Path) -> None:
-    """Its folder may have another name by now."""
+    """A head's folder may have another name by now."""
     head = with_eagle("llama", layers=(1, 3))
     draft = head.store(folder / "head", {}, {})
     engine = built(folder / "tiny-llama", folder / "eagle.engine", "--gate", "off", "--draft", draft)

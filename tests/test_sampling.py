@@ -79,7 +79,7 @@ def test_rows_draw_the_same_token_as_often_as_gumbel_noise_makes_them(distance: 
 
 
 def test_choices_and_positions_are_independent() -> None:
-    """Pairs of draws, of two choices and of two positions, over four equal tokens: all sixteen pairs are as likely."""
+    """Pairs of samples, of two choices or two positions, over four equal tokens: all sixteen are equally likely."""
     params, logits, draws = SamplingParams(), np.zeros((1, 4), np.float32), 4000
     for other in ({"choice": 1}, {"prompt": [0, 0]}):
         requests = [request(params, 4, seed=seed, **more) for seed in range(draws) for more in ({}, other)]  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_top_p_keeps_the_first_of_equal_weights_though_a_logit_is_larger() -> No
     ids=str,
 )
 def test_penalties_and_biases(penalties: dict[str, Any]) -> None:
-    """A text of forty tokens, each drawn with the history of all before it."""
+    """A text of forty tokens, each sampled with the history of all before it."""
     params, vocab, prompt = SamplingParams(seed=3, **penalties), 6, [0, 0, 4]
     entry, output = request(params, vocab, prompt), list[int]()
     for step in range(40):

@@ -303,7 +303,7 @@ def test_models(server: Running) -> None:
 
 
 def test_models_for_anthropics_client(server: Running, client: openai.OpenAI) -> None:
-    """And for OpenAI's, which has other keys for the same."""
+    """Models have the keys of Anthropic's client, and those of OpenAI's, which differ."""
     with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="x", max_retries=0) as other:
         found = list(other.models.list(limit=1))
         page = other.models.list()

@@ -34,7 +34,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def at_once() -> Iterator[Running]:
-    """Its model does not think."""
+    """A server whose model does not reason."""
     with running(engine=tiny_engine("calls tools at once")) as opened:
         yield opened
 

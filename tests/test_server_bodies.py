@@ -1,4 +1,4 @@
-"""Hostile values in every key of a body, at every depth: each is a 400, told before anything is computed with it."""
+"""Hostile values in every key of a body, at every depth: each gets a 400 before anything is computed with it."""
 
 import asyncio
 import json

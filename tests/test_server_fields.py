@@ -73,7 +73,7 @@ def test_a_wrong_type_is_refused_by_its_key(server: Running, path: str) -> None:
 
 @pytest.mark.parametrize("path", TABLES)
 def test_what_is_not_implemented_is_refused_by_its_key(server: Running, path: str) -> None:
-    """And taken where it asks for nothing, without a warning."""
+    """Such a key is accepted without a warning at a value that has no effect."""
     good, unread = BODIES[path][2], TABLES[path].unread
     for key, one in unread.items():
         for value in VALUES:

@@ -109,7 +109,7 @@ def test_unknown_keys_of_objects(server: Running, strict: Running, path: str, gi
     ],
 )  # fmt: skip
 def test_hosted_tools_are_left_out(server: Running, strict: Running, path: str, tool: Any, function: Any) -> None:
-    """The template shows the others, and what is wrong with them is told by their places in the body."""
+    """The template gets the others, and errors in them name their positions in the body."""
     said = both(server, strict, path, tools=[tool, function])
     assert said.startswith(f"tools[0] is not implemented: its type is {tool['type']}, not ")
 

@@ -1,4 +1,4 @@
-"""Clients that leave, crowds, faults of the engine, and the end: nothing is held that nobody waits for."""
+"""Clients that leave, crowds, faults of the engine, and the end: nothing is kept for clients that no longer wait."""
 
 import asyncio
 import json
@@ -104,7 +104,7 @@ def test_clients_that_leave_before_their_request_is_there(server: Running, part:
 
 
 def test_a_slow_reader_gets_all_of_it(server: Running) -> None:
-    """It does not hold the engine back, nor anybody else; what waits for it is merged."""
+    """A slow reader delays neither the engine nor other clients; deltas that wait for it are merged."""
     whole = server.complete("a", max_tokens=3000)["choices"][0]["text"]
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

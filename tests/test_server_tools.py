@@ -64,7 +64,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def at_once() -> Iterator[Running]:
-    """Its model does not think."""
+    """A server whose model does not reason."""
     with running(engine=tiny_engine("calls tools at once")) as opened:
         yield opened
 
@@ -165,7 +165,7 @@ def test_reasoning_that_the_prompt_begins(server: Running) -> None:
 
 
 def test_an_answer_of_a_structure_is_text(server: Running) -> None:
-    """Whatever stands in its texts."""
+    """An answer of a structure is text, whatever its strings contain."""
     schema = {"type": "string", "const": "<think>a</think><tool_call>"}
     options = {"max_tokens": 100, "ignore_eos": False}
     whole = {"json": schema, "before": 'start: ""'}
@@ -217,7 +217,7 @@ def test_strict_tools_are_held_to_their_schemas(server: Running, several: bool) 
 
 
 def test_arguments_that_were_cut_off(server: Running) -> None:
-    """They are what the model has written, streamed or not."""
+    """Arguments that were cut off are given as generated, streamed or not."""
     count = len(server.llm.engine.tokenizer.encode(CALL[: CALL.index("1}}")], add_special_tokens=False))
     options = {"tools": TOOLS, "max_tokens": count, "structured_outputs": exactly(CALL), "ignore_eos": False}
     whole = server.chat(**options)["choices"][0]

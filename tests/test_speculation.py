@@ -267,7 +267,7 @@ def test_a_chain_ends_where_the_proposer_is_not_sure(
 
 
 def test_guesses_that_take_time_wait_until_a_step_was_measured(cost: StepCost) -> None:
-    """Before, a step's cost is in no seconds: nobody knows what it may be compared with."""
+    """Until a step was measured, its cost has no unit, and cannot be compared with the seconds that drafting takes."""
     going, proposer = sequence([1, 2, 3] * 5), Scripted(2, 2, 2)
     speculator = Speculator(proposer, cost, 8, 512)
     assert not speculator.propose([going]) and proposer.made == 0
@@ -304,7 +304,7 @@ def test_wrong_guesses_are_given_up_and_tried_again(cost: StepCost) -> None:
 
 
 def test_what_does_not_seem_to_pay_is_tried_now_and_then(cost: StepCost) -> None:
-    """Otherwise nobody would see that it does."""
+    """A draft that does not seem to pay is tried now and then, because otherwise nothing would show that it does."""
     cost.fixed, cost.of_token = 1.0, 20.0
     speculator, going = Speculator(PromptLookup(8), cost, 8, 512), sequence([1, 2, 3] * 5)
     tried = [sum(len(one) for _, one in speculator.propose([going])) for _ in range(1000)]

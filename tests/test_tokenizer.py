@@ -108,7 +108,7 @@ def byte_tokens() -> dict[int, int]:
 
 @pytest.mark.parametrize("make", TOKENIZERS, ids=lambda make: make.__name__)
 def test_deltas_of_random_tokens(make: object) -> None:
-    """Tokens that a model of noise draws: where they are a text, the deltas are that text; nothing fails elsewhere."""
+    """Random tokens: where they are a text, the deltas are that text, and elsewhere nothing fails."""
     tokenizer = byte_level() if make is byte_level else byte_fallback()
     rng, valid = random.Random(5), 0
     for _ in range(1500):
@@ -165,7 +165,7 @@ def test_special_tokens_are_no_text_unless_asked_for() -> None:
 
 
 def test_the_first_token_keeps_its_space() -> None:
-    """A decoder strips the space at the beginning of a text; an answer is not at the beginning."""
+    """A decoder strips the space at the start of a text, but a completion is not at the start."""
     tokenizer = byte_fallback()
     answer = tokenizer.encode("The")
     assert tokenizer.decode(answer) == "The"
@@ -190,7 +190,7 @@ def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
     include=st.booleans(),
 )
 def test_stop_strings_in_any_pieces(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
-    """Ends at the same place however the text is cut; no delta shows what a stop string takes back."""
+    """A text ends at the same position however it is split, and no delta shows a part of a stop string."""
     expected, found = naive_stop(text, stops, include)
     places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
     watcher, given = StopStrings(StopMatcher(stops), include=include), ""

@@ -103,7 +103,7 @@ def test_the_least_urgent_is_preempted_where_blocks_run_out() -> None:
 
 
 def test_whoever_waits_becomes_more_urgent() -> None:
-    """Batch work goes before interactive work that came so much later, and best-effort work stays then."""
+    """Work that has waited long enough goes before new interactive work: batch work, and later best-effort work."""
     watch = watch_of(sequences=1)
     running, batch, idle = work(), work(BATCH), work(BEST_EFFORT)
     add(watch, running, batch, idle)
@@ -197,7 +197,7 @@ def test_any_mixture_comes_to_its_end(seed: int) -> None:
 
 
 def test_a_goal_is_kept_once_steps_were_measured() -> None:
-    """Steps that take 20 ms and 0.4 ms a token: within 60 ms there is room for so many."""
+    """Steps of 20 ms plus 0.4 ms a token: the goal of 60 ms admits the number of tokens that fit."""
 
     class Ratio(StepCost):
         def __init__(self) -> None:

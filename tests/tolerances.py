@@ -66,7 +66,7 @@ ATTENTION_UNIFORM = {"bf16": 5e-7, "i8": 2.0**-16, "e4m3": 2.0**-8, "u4": 5e-7}
 # product (at most 2^-24).
 ROPE_TABLE = 2.0**-23
 
-# How far below the largest weight / E that of a drawn token may be: both are fp32, and within 2 units (2^-23).
+# How far a sampled token's weight / E may lie below the largest: both are fp32, and within 2 units (2^-23).
 SAMPLED_SCORE = 1e-6
 
 # Largest error of a log-probability (about -15 … 0): rounded to fp32 (2^-21), over a sum of weights as above.

@@ -1,4 +1,4 @@
-// From one stack to another, and what AddressSanitizer has to be told of it: for emulator.cpp alone.
+// Switches from one stack to another, and reports it to AddressSanitizer: for emulator.cpp alone.
 #pragma once
 
 #if defined(__SANITIZE_ADDRESS__)

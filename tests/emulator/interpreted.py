@@ -1,5 +1,5 @@
-"""Kernels in Triton, in Triton's interpreter: in processes that have had TRITON_INTERPRET=1 in their environment from
-the beginning.
+"""Kernels in Triton, in Triton's interpreter: in processes that were started with TRITON_INTERPRET=1 in their
+environment.
 """
 
 import ctypes

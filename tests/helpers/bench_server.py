@@ -1,4 +1,4 @@
-"""A small server of OpenAI's API in a thread of its own: it says what it is told to, and counts what it sees."""
+"""A small server of OpenAI's API in a thread of its own: it gives scripted answers, and counts the requests."""
 
 import asyncio
 import json

@@ -244,7 +244,7 @@ def _deepseek(name: str, tensor: torch.Tensor, config: PretrainedConfig) -> Tens
 
 
 def _older_deepseek_keys(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
-    """Before kv_b was split: heads as they are computed in training."""
+    """Keys of files from before kv_b was split, with the number and sizes of heads in training."""
     _deepseek_keys(writer, config)
     writer.add_head_count_kv(config.num_attention_heads)
     writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)

@@ -18,7 +18,7 @@ POISON = {"f32": np.nan, "bf16": 0x7FFF, "i8": 99, "e4m3": 99, "i32": -1}
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix and what kernels are told of it. values: of a bf16 or e4m3 matrix, its bits."""
+    """A matrix and its description for kernels. values: its numbers, or their bits if it is bf16 or e4m3."""
 
     values: np.ndarray
     matrix: Matrix

@@ -55,7 +55,7 @@ class Writer:
         return {token for token in range(TRIE.vocab_size) if bits >> token & 1}
 
     def take(self, token: int) -> None:
-        """Also checks that the mask after a draft token is the one after that token."""
+        """Appends a token, and checks that the mask after it as a draft token is the one after it as a token."""
         assert token in self.allowed
         ahead, mask = self._mask(LOOK, [token]), self._mask(TAKE, [token])
         assert isinstance(mask, int) or token == END or ahead == mask

@@ -1,4 +1,4 @@
-"""Messages that a parser whose time is not linear takes long for: beginnings of calls, and one text over and over."""
+"""Messages that a parser whose time is not linear takes long for: incomplete calls, and one text many times."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def hostile_messages(calls: CallFormat, num_chars: int) -> Iterator[tuple[str, s
 
 
 def _parts(calls: CallFormat) -> dict[str, tuple[str, str]]:
-    """The beginning of a message, and what is repeated after it."""
+    """The start of each message, and the text that is repeated after it, by name."""
     written = calls.written
     open = calls.open or calls.begins
     begun = f"{written.before_name}add{written.before_arguments}"

@@ -34,7 +34,7 @@ ON_GPU = {"llama": ("bf16", "bf16"), "gemma3_text": ("w8a8", "int8"), "qwen3_5_t
 
 
 def gpu_engine(family: str, patch: pytest.MonkeyPatch) -> Engine:
-    """It runs on the emulated GPU from now on, and what is for CPUs as ever."""
+    """An engine for GPUs; from now on such engines run on the emulated GPU, and those for CPUs as before."""
     path, _, kernels = built(family, *ON_GPU[family], batch_invariant=family in HYBRIDS)
 
     def opened(engine: Engine, config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A grammar to try others with: from token to token it goes up by one to `highest` steps, round the vocabulary."""
+"""A simple grammar for tests: each token is one to `highest` steps above the last one, modulo the vocabulary's size."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from enginewright.runtime.sampling.token_mask import WORD_BITS, Mask
 
 
 class Ladder:
-    """taken: the tokens so far. What it did not allow fails at once."""
+    """A grammar for tests. taken: the tokens so far; one that is not allowed fails at once."""
 
     failed, forced = False, ()
 
@@ -18,12 +18,12 @@ class Ladder:
         return [(self._last + step) % self._vocab_size for step in range(1, self._highest + 1)]
 
     def begin(self) -> None:
-        """Nothing has to be found out."""
+        """Does nothing: masks need no preparation."""
 
     end = begin
 
     def look(self, tokens: Sequence[int]) -> None:
-        """It is known."""
+        """Does nothing: masks after draft tokens need no preparation."""
 
     def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
         return True

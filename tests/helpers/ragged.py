@@ -28,7 +28,7 @@ class _Sequence:
 
 @dataclass
 class RaggedRun:
-    """A ragged graph, its pools, and the sequences in it. Block 0 of a pool is nobody's.
+    """A ragged graph, its pools, and the sequences in it. Block 0 of a pool belongs to no sequence.
 
     Entries of block tables that must not be read lead to block 0: those below a group's window, and those after a
     sequence's end.

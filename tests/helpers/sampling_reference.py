@@ -84,7 +84,7 @@ def check_draw(token: int, chances: Floats, noise: Floats) -> None:
 
 
 def with_newest(rows: Entries, history: Entries, newest: Sequence[int]) -> tuple[Entries, Entries]:
-    """Rows and histories in which each token that was being drawn has its name."""
+    """Rows and histories in which each token that was still being sampled is replaced by its id."""
     rows, entries, begin = rows.copy(), list[tuple[int, int]](), 0
     for index, (token, end) in enumerate(zip(newest, rows["history_end"].tolist(), strict=True)):
         counts = dict(history[begin:end].tolist())
@@ -97,7 +97,7 @@ def with_newest(rows: Entries, history: Entries, newest: Sequence[int]) -> tuple
 
 
 def same_draws(mine: list[Fields], others: list[Fields]) -> None:
-    """But for the last digits of log-probabilities."""
+    """Checks that samples are equal, but for the last digits of log-probabilities."""
     assert [one[0] for one in mine] == [one[0] for one in others]
     assert [one[3] for one in mine] == [one[3] for one in others]
     for one, other in zip(mine, others, strict=True):
@@ -110,8 +110,8 @@ def same_draws(mine: list[Fields], others: list[Fields]) -> None:
 def masked_rows(
     vocab: int, params: SamplingParams
 ) -> tuple[NDArray[np.float32], tuple[Entries, Entries, Entries, Mask | None]]:
-    """Six rows and what `draw` is given for them: the first may be any token, the others a tenth of all, or two; of the
-    fifth, a token that may not be drawn is NaN, and of the last one no token may be drawn.
+    """Logits of six rows, and the other arguments of `draw`: the first may be any token, the others a tenth of all, or
+    one of two. In the fifth, a token that is not allowed is NaN; in the last, all allowed tokens are -inf.
     """
     random = np.random.default_rng(vocab)
     some = [np.flatnonzero(random.random(vocab) < 0.1).tolist() or [vocab - 1] for _ in range(4)]
@@ -127,7 +127,7 @@ def masked_rows(
 def chi_square(
     params: SamplingParams, logits: NDArray[np.float32], draws: int, draw: Draw = _cpu.sample
 ) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; tokens that must not be drawn fail at once."""
+    """The statistic and its degrees of freedom; a sampled token of probability 0 fails at once."""
     requests = [request(params, len(logits), seed=seed) for seed in range(draws)]
     sampled = Sampler(draw).sample(np.broadcast_to(logits, (draws, len(logits))), requests)
     counts = np.bincount([entry.token for entry in sampled], minlength=len(logits))

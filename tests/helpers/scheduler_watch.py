@@ -1,10 +1,10 @@
-"""Drives a scheduler without any executor, and holds each of its steps against what it must be.
+"""Drives a scheduler without any executor, and checks each of its steps.
 
 In place of keys and values, a slot of the KV pools here holds a number that stands for the tokens up to its position:
 two sequences may share it exactly if they have the same tokens so far, and the same salt. A recurrent state is such a
 number, too, of all tokens that it has seen.
 
-A step is computed, and its tokens are drawn, as soon as it is planned; the scheduler may hear of them a step later.
+A step is computed, and its tokens are sampled, as soon as it is planned; the scheduler may learn of them a step later.
 """
 
 from collections import deque
@@ -53,7 +53,7 @@ def sequence_of(
     sibling_of: TokenSequence | None = None,
     work: WorkClass = DEFAULT_WORK,
 ) -> TokenSequence:
-    """A prompt that grows to `length` tokens at most; one that draws none has the length of its prompt."""
+    """A sequence that grows to `length` tokens at most; one that samples none has the length of its prompt."""
     request = SamplingRequest(SamplingParams(temperature=0), prompt, VOCAB) if drawing else None
     return TokenSequence(
         list(prompt),
@@ -94,7 +94,7 @@ class Watch:
         self.draw: Callable[[Sequence[int]], int] = lambda _: 3
         self.ahead = ahead
         self.under_way: deque[tuple[StepPlan, list[list[SampledToken]], list[int]]] = deque()
-        self.tokens: dict[TokenSequence, list[int]] = {}  # all that were drawn, and the prompt before them
+        self.tokens: dict[TokenSequence, list[int]] = {}  # the prompt, and all tokens sampled after it
         self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
         self.chunk = chunk
         self.scheduler = Scheduler(
@@ -312,7 +312,7 @@ class Watch:
         assert inputs["kv_len"].tolist() == ends and sizes["kv_splits"] == -(-max(ends) // SPLIT_TOKENS)
 
     def _resolved(self, token: int, sequence: TokenSequence) -> int:
-        """An input token, also if the step before has drawn it."""
+        """An input token, also if it was sampled by the last step and is not yet known."""
         if token >= 0:
             return token
         plan, accepted, _ = self.under_way[-1]

@@ -206,7 +206,7 @@ class Running:
             yield connection
 
     def send(self, connection: socket.socket, path: str, body: Any) -> None:
-        """A request by hand, whose answer nobody waits for."""
+        """Sends a POST request without waiting for its answer."""
         data = json.dumps(body).encode()
         connection.sendall(
             head_of(f"POST {path}", "Content-Type: application/json", f"Content-Length: {len(data)}") + data
@@ -236,10 +236,10 @@ class Running:
 
     @contextmanager
     def held_steps(self, once: Callable[[AsyncLLM], bool] = lambda _: True) -> Iterator[threading.Event]:
-        """No step of an engine that is open ends until the event is set.
+        """Holds the steps of open engines until the event is set.
 
         Args:
-            once: says from when on of an engine; called before each of its steps.
+            once: tells if an engine's steps are to be held; called before each of them.
         """
         llms = [service.llm for service in self.engines.services]
         executors = [llm._core.executor for llm in llms]

@@ -668,7 +668,7 @@ class MemoryCheckpoint:
 
 
 def wide_checkpoint() -> MemoryCheckpoint:
-    """So wide that sums in another order become another bfloat16 somewhere, and two splits of K."""
+    """A model that is wide enough for two splits of K, and for sums in another order to round to another bfloat16."""
     config = tiny_config(
         "llama",
         num_hidden_layers=2,

@@ -8,7 +8,7 @@
 namespace enginewright {
 
 enum class Kind { bf16, bf16_transposed, int8, e4m3 };
-// What a kernel must not do: between the beginning of a product and its wait, but for the last one.
+// Faults of a kernel, all but the last one between the start of a product and its wait.
 enum class Fault { none, writes_a, writes_b, writes_d, reads_d, lanes_differ, warps_differ };
 
 template <Kind KIND>

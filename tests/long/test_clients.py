@@ -129,7 +129,7 @@ def test_litellm(address: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["/v1/chat/completions", "/v1/completions"])
 def test_guidellm(address: str, tokenizer: Path, tmp_path: Path, kind: str) -> None:
-    """It asks for the usage in each event of a stream."""
+    """GuideLLM wants the usage in each event of a stream."""
     options = [
         f"--backend=kind=openai_http,target={address},model={MODEL},api_key={KEY},request_format={kind}",
         "--profile=kind=synchronous",
@@ -203,7 +203,7 @@ def test_langchain(address: str, tools_address: str, tmp_path: Path) -> None:
 
 
 def test_instructor(address: str, tools_address: str, tmp_path: Path) -> None:
-    """Its default mode, TOOLS, also for a model whose template knows no tools."""
+    """Instructor's default mode, TOOLS, works also for a model whose template knows no tools."""
     printed = client(tmp_path, "python", str(ROOT / "tests/long/instructor_turns.py"), address, MODEL, tools_address)
     smollm2, tiny = (json.loads(line) for line in printed.splitlines())
     assert smollm2 == {"city": "Paris", "streamed": "Paris"}

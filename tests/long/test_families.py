@@ -72,5 +72,5 @@ def to_one_expert(model: PreTrainedModel) -> None:
     ],
 )
 def test_all_rows_go_to_one_expert(family: str, overrides: dict[str, Any], quant: QuantConfig, tmp_path: Path) -> None:
-    """And all other experts have none."""
+    """One expert gets all rows, and all others get none."""
     check_family(family, quant, tmp_path / "tiny.engine", to_one_expert, **overrides)

@@ -1,4 +1,4 @@
-"""Sampling with the parameters that tests/test_sampling.py leaves out, and more draws."""
+"""Sampling with the parameters that tests/test_sampling.py leaves out, and with more samples."""
 
 from tests import test_sampling as short
 from tests.helpers.breadth import others, repeated
