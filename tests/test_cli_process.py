@@ -42,7 +42,7 @@ def test_a_signal_ends_a_command_with_its_code_and_without_its_temporary_files(
     [("--json", ">&-", 1), ("", "<&- >&-", 1), ("--json", "<&- 2>&-", 0)],
 )
 def test_closed_standard_streams(options: str, redirection: str, code: int) -> None:
-    """Nobody reads a closed stdout, which ends the command quietly; what is said on stderr never goes elsewhere."""
+    """A closed stdout ends the command quietly, and messages for stderr never go elsewhere."""
     engine = [sys.executable, "-m", "enginewright.cli", "generate", str(tiny_engine()), "--prompt", "a"]
     script = f"{shlex.join(engine)} {options} --max-tokens 2 --ignore-eos {redirection}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)

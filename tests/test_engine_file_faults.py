@@ -195,7 +195,7 @@ def test_a_disk_known_to_be_too_small(named: bool, folder: Path) -> None:
 
 
 def test_file_systems_without_links(folder: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No unnamed files, no second names, no locks: an engine is built and replaced all the same."""
+    """Without unnamed files, hard links and locks, an engine is built and replaced all the same."""
     monkeypatch.setattr(new_file, "_O_TMPFILE", 0)
 
     def refuse(name: str, call: Callable[[], Any]) -> Any:
@@ -228,7 +228,7 @@ def test_unnamed_files_are_not_supported(folder: Path, whole: bytes) -> None:
 
 
 def test_what_dead_builds_left_is_removed(named: bool, folder: Path) -> None:
-    """And nothing else: not what a living build holds, not another engine's, not a user's."""
+    """Only files of dead builds are removed: none of a living build, of another engine or of a user."""
     before = contents(folder)
     for kind in ("building", "previous"):
         (folder / f".{NEW}.123-0a1b2c3d.{kind}").write_bytes(b"dead")
@@ -312,7 +312,7 @@ def test_what_is_no_file_is_not_replaced(named: bool, kind: str, tmp_path: Path)
 
 
 def test_another_build_starts_while_this_one_renames(named: bool, folder: Path, whole: bytes) -> None:
-    """Its hidden file is locked, so the other build does not take it for abandoned."""
+    """The build's hidden file is locked, so that the other build does not take it for abandoned."""
     before = contents(folder)
 
     def start_another(name: str, call: Callable[[], Any]) -> Any:

@@ -271,7 +271,7 @@ def test_what_is_not_read_in_time_is_not_tried_again_at_once(tmp_path: Path, mon
 
 
 def test_copies_that_are_to_be_made_are_made_first(tmp_path: Path) -> None:
-    """They may be of a place that nobody holds any more, which is now written over."""
+    """Pending copies may read a block that no sequence holds any more, and that is about to be overwritten."""
     memory = np.full((3, 500), 7, np.uint8)
     sequence, found, kept = two_blocks_on_disk(tmp_path, memory, 60.0)
     copies = [[(0, 2), (1, 2)]]

@@ -164,7 +164,7 @@ def test_hashes_are_chained_and_salted(tmp_path: Path) -> None:
 
 
 def test_a_subscriber_of_a_server(tmp_path: Path) -> None:
-    """It hears of each step as it comes, under the topic, and at the end that nothing is there."""
+    """A subscriber gets the events of each step at once, under the topic, and at the end that no block is left."""
     address = f"ipc://{tmp_path}/events"
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
         subscriber.rcvtimeo, subscriber.linger = 10_000, 0

@@ -440,7 +440,7 @@ def test_nothing_to_do_is_no_step() -> None:
 
 
 def test_inputs_of_a_step_can_be_sent_to_another_process() -> None:
-    """They hold numbers and arrays, and no sequence: msgspec carries them there and back."""
+    """Inputs of a step hold numbers and arrays, and no sequence: msgspec encodes and decodes them."""
     watch = whole(40)
     watch.add(sequence_of(range(5), 30))
     plan = watch.schedule()

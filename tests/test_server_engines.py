@@ -218,7 +218,7 @@ def test_an_engine_in_use_is_not_closed(server: Running) -> None:
 
 
 def test_a_client_that_leaves_while_an_engine_is_opened(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """It waits for memory: nothing is closed for it then."""
+    """A client that leaves while its engine waits for memory causes no other engine to be closed."""
     with two_held_streams(server) as streams:
         with server.connect() as connection:
             server.send(connection, COMPLETIONS, {"prompt": "a", "model": "qwen3"})

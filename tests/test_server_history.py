@@ -190,7 +190,7 @@ class Sum(BaseModel):
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own object, sent as it is
 def test_what_clients_have_parsed(client: openai.OpenAI, claude: anthropic.Anthropic, shown: Callable[[], str]) -> None:
-    """They keep objects of their own in an answer, and send them back with it."""
+    """Clients keep objects of their own in an answer, and send them back with it."""
     strict = {"name": "add", "parameters": ADD, "strict": True}
     wanted: Any = {"extra_body": {"structured_outputs": exactly(f"Yes.{CALL}")}, "model": "tiny"}
     text: Any = {"extra_body": {"chat_template_kwargs": {}}, "model": "tiny"}

@@ -213,7 +213,7 @@ def test_logprobs(server: Running, client: openai.OpenAI) -> None:
 
 
 def test_logprobs_of_parts_of_characters(server: Running) -> None:
-    """They are of the text that their character comes in, and have bytes of their own."""
+    """Log-probabilities come with the text of their character, and have bytes of their own."""
     body = {"max_output_tokens": 100, "structured_outputs": exactly("a\U0001f600b"), "include": [LOGPROBS]}
     (item,) = post(server, body).json["output"]
     (content,) = item["content"]

@@ -252,7 +252,7 @@ def test_a_call_that_is_wanted_comes(at_once: Running, choice: Any) -> None:
 
 
 def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> None:
-    """It binds the answer alone, in the first turn and in the one that follows a call."""
+    """The format applies to the answer alone, in the first turn and in the one after a call."""
     kinds, call = set(), {"id": "44a8fe7f9", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     turn = [
         {"role": "assistant", "tool_calls": [call], "content": None},

@@ -190,7 +190,7 @@ class SlowSteps:
         return 10 + (last - 10 + step) % 200
 
     def begin(self) -> None:
-        """Its first mask is on its way."""
+        """Does nothing: the first mask is being computed."""
 
     end = begin
 

@@ -13,7 +13,7 @@ from tests.test_tokenizer import TEXTS, TOKENIZERS, byte_level, bytes_of
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> bytes:
-    """Its own, by transformers' table or as SentencePiece writes them."""
+    """A token's own bytes, by transformers' table or in SentencePiece's form."""
     written = str(tokenizer._tokenizer.id_to_token(token))
     if tokenizer is byte_level():
         return byte_level_bytes(tokenizer, token)

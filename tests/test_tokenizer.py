@@ -416,7 +416,7 @@ def test_a_template_that_was_stopped_renders_the_next_conversation() -> None:
 
 
 def test_a_template_whose_process_is_killed_is_rendered_by_another_one(caplog: pytest.LogCaptureFixture) -> None:
-    """It is no fault of the template, nor of who sent the conversation."""
+    """A killed process is no fault of the template, nor of the conversation, so another process renders it."""
     caplog.set_level(logging.WARNING, "enginewright")  # a server in this process may have set another one
     template = ChatTemplate("done")
     process = template._worker._process

@@ -1,4 +1,4 @@
-"""A GPU's place taken by the CPU: memory is this process's, and kernels run in emulation (kernels.py)."""
+"""An emulated GPU on the CPU: its memory is this process's, and kernels run in emulation (kernels.py)."""
 
 import ctypes
 import os
@@ -39,7 +39,7 @@ class EmulatedDevice:
         self._asked: deque[Callable[[], None]] = deque()  # and not done yet
         self._num_asked = self._num_done = 0  # in all
         self._doing = Lock()
-        self._events: list[int] = []  # what was asked for before each was recorded
+        self._events: list[int] = []  # number of queued calls when each event was recorded
         self._schedules = cycle(SCHEDULES)
         self.launches = 0
         self.replays = 0
@@ -85,7 +85,7 @@ class EmulatedDevice:
         self._num_asked += 1
 
     def _do(self, end: int) -> None:
-        """All that was asked for before `end`."""
+        """Does all work that was queued before `end`."""
         with self._doing:
             while self._num_done < end:
                 self._asked.popleft()()

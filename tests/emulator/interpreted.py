@@ -18,7 +18,7 @@ TF32_BITS = np.uint32(0xFFFFE000)  # of an fp32's, those that tensor cores read 
 
 
 def launch(instance: TritonInstance, grid: Sequence[int], addresses: Sequence[int]) -> None:
-    """Run a kernel to its end. addresses: of its arguments, 0 for what it does not read."""
+    """Runs a kernel to its end. addresses: of its arguments; 0 for an argument that it does not read."""
     kernel = getattr(importlib.import_module(instance.module), instance.function)
     nothing = (ctypes.c_uint8 * 4)()
     pointers = [

@@ -50,11 +50,11 @@ class _Launch(ctypes.Structure):
 
 
 class EmulationError(Exception):
-    """A kernel did what a GPU would not forgive."""
+    """A kernel did something that is an error, or undefined, on a GPU."""
 
 
 class EmulatedKernels:
-    """Kernels of one library. sm: what they are compiled as."""
+    """Kernels of one library. sm: the architecture that they are compiled for."""
 
     def __init__(self, instances: Sequence[Instance], sm: int = 80) -> None:
         self._index = {expression: index for index, (_, expression) in enumerate(instances)}
@@ -72,7 +72,7 @@ class EmulatedKernels:
         schedule: str = "forward",
         seed: int = 0,
     ) -> None:
-        """Run a kernel to its end.
+        """Runs a kernel to its end.
 
         Raises:
             EmulationError: threads that wait for ever, misaligned addresses, and the like.
@@ -92,12 +92,12 @@ class EmulatedKernels:
 
     @property
     def sites(self) -> list[str]:
-        """Barriers and waits that were reached so far, "file:line"."""
+        """Barriers and waits that were reached so far, each as "file:line"."""
         return self._library.enginewright_sites().decode().split()
 
     @contextmanager
     def without(self, site: str) -> Iterator[None]:
-        """Meanwhile a barrier or a wait does nothing."""
+        """Makes one barrier or wait do nothing within the context."""
         self._library.enginewright_disable_site(site.encode())
         try:
             yield

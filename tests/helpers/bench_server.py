@@ -48,7 +48,7 @@ class Seen:
 
 
 class BenchServer:
-    """answer: from the number of a request for an answer (from 0) and its body to how it is answered."""
+    """The server. answer: gives the answer to a request by its number, from 0, and its body."""
 
     def __init__(self, answer: Callable[[int, dict[str, Any]], Say] = lambda number, body: Say()) -> None:
         self._answer = answer
@@ -60,7 +60,7 @@ class BenchServer:
 
     @property
     def asked(self) -> list[Seen]:
-        """Requests for an answer."""
+        """The requests for completions so far."""
         return [seen for seen in self.seen if seen.method == "POST"]
 
     def __enter__(self) -> "BenchServer":

@@ -1,4 +1,4 @@
-"""Paged attention as GPUs launch it, in emulation: sequences in pools, and what float64 makes of them."""
+"""Paged attention as GPUs launch it, in emulation: sequences in pools, and the expected results in float64."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ STRIDE = 10304  # elements, of q and out
 
 
 class Attending(ABC):
-    """Calls of a kernel of attention."""
+    """Calls of an attention kernel."""
 
     kernel: ClassVar[CudaKernel]
     heads: Heads
@@ -88,7 +88,7 @@ class Attending(ABC):
         return np.split(rows.reshape(sizes.tokens, self.heads.heads, -1), ends[:-1])
 
     def errors(self, chunks: Sequence[Chunk], results: Sequence[np.ndarray]) -> list[float]:
-        """The largest of each chunk, in largest |v|."""
+        """The largest error of each chunk, relative to the largest |v|."""
         return [
             float((torch.from_numpy(result).double() - self.expected(chunk)).abs().max() / chunk.text.v.abs().max())
             for chunk, result in zip(chunks, results, strict=True)
@@ -165,7 +165,7 @@ class Attention(Attending):
         }
 
     def expected(self, chunk: Chunk) -> torch.Tensor:
-        """float64 [tokens, heads, head_dim]"""
+        """The right result, float64 [tokens, heads, head_dim]."""
         group = self.heads.heads // self.heads.kv_heads
         q = chunk.text.q[chunk.start : chunk.end].double()
         k, v = (stored(x[: chunk.end], self.kv).repeat_interleave(group, dim=1) for x in (chunk.text.k, chunk.text.v))

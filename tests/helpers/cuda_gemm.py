@@ -100,7 +100,7 @@ class Gemm:
 
 @dataclass
 class Problem:
-    """Numbers for a call, and what float64 makes of them."""
+    """Numbers for a call, and the expected result in float64."""
 
     gemm: Gemm
     tokens: int
@@ -147,7 +147,7 @@ class Problem:
             self.x = (self.x.float() * 120).clamp(-448, 448).to(torch.float8_e4m3fn)
 
     def expected(self) -> torch.Tensor:
-        """float64 [tokens, outputs]"""
+        """The right result, float64 [tokens, outputs]."""
         gemm = self.gemm
         x, weight, of_rows = self.x.double(), self.weights["weight"], torch.ones(gemm.rows)
         if gemm.x_type != "bf16":

@@ -31,7 +31,7 @@ class Pools:
         }
 
     def write(self, slots: np.ndarray, k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v: [tokens, kv_heads, head_dim]."""
+        """Writes keys and values to slots. k, v: [tokens, kv_heads, head_dim]."""
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         for half, x in enumerate((k, v)):
             tiles = self.memory[:, 0, half]  # [blocks, kv_heads, tile_bytes]
@@ -56,9 +56,9 @@ class Pools:
 
 
 class PagedKv:
-    """The pools and block tables of some chunks: each has its own blocks, in no order.
+    """The pools and block tables of some chunks: each has its own blocks, in random order.
 
-    Whatever no chunk sees is NaN, and so is block 0, where entries of a block table lead that must not be read.
+    Slots that no chunk sees are NaN, and so is block 0, to which entries of block tables lead that must not be read.
     """
 
     def __init__(self, heads: Heads, chunks: Sequence[Chunk], window: int, dtype: str) -> None:

@@ -1,5 +1,5 @@
-"""EAGLE-3 heads for tiny models, in the two layouts in which they are published, and what they say: written from the
-paper (https://arxiv.org/abs/2503.01840) and the layouts alone.
+"""EAGLE-3 heads for tiny models, in the two layouts in which they are published, and their expected draft tokens:
+written from the paper (https://arxiv.org/abs/2503.01840) and the layouts alone.
 """
 
 import json
@@ -236,8 +236,8 @@ def with_eagle(
 
 
 def right_eagle() -> WithEagle:
-    """A model whose layers add nothing, so that what comes next hangs on the last token alone; and a head that says the
-    same, with its columns in another order.
+    """A model whose layers add nothing, so that the next token depends on the last one alone, and a head that chooses
+    the same token, with its columns in another order.
 
     Each of its tokens attends to itself alone: queries and keys are biases that say nothing of tokens, and match best
     where they are rotated by the same angle. What it finds there is the token's embedding.

@@ -1,4 +1,4 @@
-"""Engines that take each other's place in a server, and a count of what is left of those that were closed."""
+"""Engines that replace each other in a server, and counts of the resources that closed ones leave."""
 
 import gc
 import os
@@ -13,13 +13,13 @@ LONG = {"ignore_eos": True, "max_tokens": 400}
 
 
 def swap_engines(server: Running, names: Sequence[str], num_swaps: int, max_growth_bytes: int) -> None:
-    """Have engines of which one fits opened in turn, without Python's collector of reference cycles.
+    """Opens engines of which only one fits in turn, without Python's collector of reference cycles.
 
     Asserts that nothing of an engine is left once the next one is open, and that the process has no more files,
     mappings, threads and children at the end than after a third of the swaps.
 
     Args:
-        max_growth_bytes: that resident memory may grow meanwhile.
+        max_growth_bytes: bytes by which resident memory may grow meanwhile.
     """
     gc.collect()
     gc.disable()

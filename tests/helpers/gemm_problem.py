@@ -38,15 +38,15 @@ def runs_of(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def scales_of(x: torch.Tensor, group: int) -> torch.Tensor:
-    """A scale for each run of a token [tokens, runs], which depends on that run alone."""
+    """A scale for each quantization group of a token, [tokens, groups], which depends on that group alone."""
     return (runs_of(x, group).double().abs().sum(dim=2) % 3.7 * 0.01 + 0.01).float()
 
 
 class Problem:
-    """x [tokens, columns], weight [rows, columns], and what a GEMM makes of them.
+    """Operands x [tokens, columns] and weight [rows, columns] of a GEMM, and the expected result.
 
-    group: columns of a run where x is int8, or weights are FP8 with scales by runs; None is 32 for weights of 4 bits
-    and 0, all columns, for others. zeros: whether weights of 4 bits have zero points.
+    group: columns of a quantization group where x is int8, or weights are FP8 with a scale for each group; None is 32
+    for weights of 4 bits and 0, all columns, for others. zeros: whether weights of 4 bits have zero points.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Problem:
         return runner, out
 
     def expected(self) -> torch.Tensor:
-        """float64"""
+        """The right result, float64."""
         x, matrix = self.x.double(), self.weight.double()
         if self.x.dtype == torch.int8:
             x = self._scaled(x, scales_of(self.x, self.group))
@@ -148,7 +148,7 @@ class Problem:
         return "e2m1" if self.kernel == "gemm_mxfp4a8@1" else None
 
     def _scaled(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Each run multiplied by its factor."""
+        """Multiplies each group by its factor."""
         return (runs_of(values, self.group) * factors.double().unsqueeze(2)).flatten(1)[:, : values.shape[1]]
 
 

@@ -1,4 +1,4 @@
-"""Answers written token by token as a grammar allows, by a model that likes some characters more than the end."""
+"""Completions generated token by token within a grammar, by a model that prefers some characters to the end."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ DIGITS = NumberDigits(TRIE)
 
 
 class Writer:
-    """An answer of some tokens, and those that may come next."""
+    """A completion so far, and the tokens that may come next."""
 
     def __init__(self, **wanted: Any) -> None:
         params = StructuredOutputsParams(**wanted)
@@ -67,7 +67,7 @@ class Writer:
         return TRIE.decode_bytes([token for token in self.tokens if token != END]).decode()
 
     def writes(self, text: str) -> bool:
-        """True if an answer may be just this."""
+        """True if a completion may be exactly this."""
         for byte in text.encode():
             if BYTE[bytes([byte])] not in self.allowed:
                 return False
@@ -75,14 +75,14 @@ class Writer:
         return END in self.allowed
 
     def write_all(self, choose: Callable[[list[int]], int], most: int = 400) -> bool:
-        """Write until the end; False if it has not come."""
+        """Generates until the end; False if it has not come."""
         while self.tokens[-1:] != [END] and len(self.tokens) < most:
             self.take(choose(sorted(self.allowed)))
         return self.tokens[-1:] == [END]
 
 
 def liking(wanted: str) -> Callable[[list[int]], int]:
-    """Chooses these characters, and tokens of them, wherever it can; else what closes what is open."""
+    """A choice that prefers these characters, and tokens of them, and otherwise closes what is open."""
 
     def choose(allowed: list[int]) -> int:
         texts = {token: TRIE.decode_bytes([token]).decode("latin-1") for token in allowed if token != END}

@@ -1,4 +1,4 @@
-"""Dense graphs of tiny models, and what runs them."""
+"""Dense graphs of tiny models, and their execution in onnxruntime."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +64,7 @@ def passes_before(name: str, quant: QuantConfig | None = None, kv_dtype: str = "
 def graph_before(
     case: str, name: str, quant: QuantConfig | None = None, kv_dtype: str = "bf16"
 ) -> tuple[ir.Model, Pass]:
-    """The graph of a case as a pass of the pipeline finds it, and the pass."""
+    """The graph of a case before a pass of the pipeline, and the pass."""
     model = dense_graph(case)
     earlier, own = passes_before(name, quant, kv_dtype)
     run_passes(model, earlier)
@@ -73,7 +73,7 @@ def graph_before(
 
 @dataclass
 class DenseRun:
-    """A dense graph and one sequence in it: what was present after a step is the next one's past."""
+    """A dense graph and one sequence in it: the present of a step is the next one's past."""
 
     model: ir.Model
     length: int = 0
@@ -90,7 +90,7 @@ class DenseRun:
         }
 
     def step(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> Array:
-        """Logits of the next tokens, [n, V]."""
+        """Runs the next tokens; gives their logits, [n, V]."""
         positions = np.arange(self.length, self.length + len(tokens))
         feeds = {"tokens": np.array(tokens, np.int64)[None], "positions": positions[None], **self.past}
         outputs = self._oracle(feeds)

@@ -1,4 +1,4 @@
-"""Odd values of keys that a family excuses, and what transformers computes with them."""
+"""Odd values of keys that a family excuses, and transformers' results with them."""
 
 import importlib
 import json
@@ -85,7 +85,7 @@ class Reference:
         self.defaults = AutoConfig.for_model(family).to_dict()
 
     def numbers(self, model: PreTrainedModel | None = None) -> npt.NDArray[np.float32]:
-        """Logits, or of an encoder its hidden states."""
+        """Logits of a model, or hidden states of an encoder."""
         model = model or self.model
         if self.family not in ENCODERS:
             return reference_logits(model, self.tokens)

@@ -1,4 +1,4 @@
-"""Damaged headers of an engine file, endlessly and reproducibly, and what a reader must make of them.
+"""Damaged headers of an engine file, any number of them, reproducibly, and checks of how a reader takes them.
 
 In half of them the manifest is changed and hashed again, so that the checks that come after the hashes are reached
 too.
@@ -156,10 +156,10 @@ def mutants(folder: Path, seed: int, count: int) -> Iterator[tuple[bytes, int]]:
 
 
 def read_all(headers: Iterator[tuple[bytes, int]]) -> Counter[str]:
-    """Parse every header; an accepted one must be sound. Anything but EngineError goes up.
+    """Parses every header; an accepted one must be sound. Any error but EngineError is passed on.
 
     Returns:
-        What the reader said ("" for accepted), up to the first number or quotation → how often.
+        The reader's message ("" for accepted), up to the first number or quotation → its count.
     """
     said: Counter[str] = Counter()
     for data, file_bytes in headers:

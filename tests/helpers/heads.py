@@ -135,8 +135,8 @@ def with_mtp(family: str, seed: int = 5, **changes: Any) -> WithMtp:
 
 
 def right_mtp() -> WithMtp:
-    """A model whose layers add nothing, so that what comes next hangs on the last token alone; and an MTP layer that
-    hands that token on.
+    """A model whose layers add nothing, so that the next token depends on the last one alone, and an MTP layer that
+    passes that token on.
     """
     family = "qwen3_5_text"
     head = with_mtp(family, tie_word_embeddings=True)

@@ -12,7 +12,7 @@ TOOLS = {"add": {"type": "object", "properties": {"city": {"type": "string"}}}}
 
 
 def hostile_messages(calls: CallFormat, num_chars: int) -> Iterator[tuple[str, str]]:
-    """Messages of about this length, each with a name. A mark closes them, so that what is in them is read."""
+    """Messages of about this length, each with a name. A marker closes them, so that their content is parsed."""
     for name, (begin, unit) in _parts(calls).items():
         yield name, f"{begin}{unit * ((num_chars - len(begin)) // len(unit))}.{calls.close}"
 
@@ -61,7 +61,7 @@ def parser_for(calls: CallFormat) -> Parser:
 
 
 def feed(calls: CallFormat, text: str, size: int) -> None:
-    """Parse a message whose text comes in pieces of this size."""
+    """Parses a message whose text comes in pieces of this size."""
     parser = parser_for(calls)
     for start in range(0, len(text), size):
         parser.push(text[start : start + size])

@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """One repository, owner/Tiny or the data set owner/Texts, and what was fetched of it."""
+    """One repository, owner/Tiny or the data set owner/Texts, and a record of the files fetched from it."""
 
     endpoint: str
     files: dict[str, bytes] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Hub:
 
 @contextmanager
 def serving(files: dict[str, bytes]) -> Iterator[Hub]:
-    """A hub at work."""
+    """Runs a hub within the context."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker that is killed under each frame, as by somebody else."""
+"""A worker that is killed at each frame, as if from outside."""
 
 import os
 import signal

@@ -50,7 +50,7 @@ def prompt(seed: int, length: int = 150) -> list[int]:
 
 
 def answers_of(outputs: Sequence[RequestOutput]) -> list[Any]:
-    """All that an answer is, but not what computing it took."""
+    """The content of completions, without figures on how they were computed."""
     return [(one.outputs[0].text, one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
 
 
@@ -63,7 +63,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def check_next_process(engine: Engine, folder: Path) -> None:
-    """Another process finds all full blocks, and gives the same answers."""
+    """Checks that another process finds all full blocks, and gives the same completions."""
     prompts = [prompt(seed, 70) for seed in range(3)]
     with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
         right, cold = answers_of(llm.generate(prompts, FEW)), llm.stats().computed_tokens
@@ -81,7 +81,7 @@ def check_next_process(engine: Engine, folder: Path) -> None:
 
 
 def check_eviction(engine: Engine, folder: Path) -> None:
-    """Room for two sequences, and six prompts in turns: alone each would have to be computed each time."""
+    """Checks six prompts in turns with memory for two sequences: without the disk each would be computed each time."""
     prompts = [prompt(seed, 70) for seed in range(6)]
     with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
         right = [answers_of(llm.generate([one], FEW)) for one in prompts]
@@ -94,7 +94,7 @@ def check_eviction(engine: Engine, folder: Path) -> None:
 
 
 def check_preempted_answers(engine: Engine, folder: Path) -> None:
-    """Two that begin with 3 blocks each and end with 6, where there are 7: the later one gives its blocks back."""
+    """Checks two requests that grow from 3 blocks to 6 each, of 7 in all, so that the later one is preempted."""
     prompts, params = [prompt(1, 90), prompt(2, 90)], SamplingParams(seed=7, max_tokens=75, ignore_eos=True)
     with LLM(engine, enable_prefix_caching=False, **LIMITS) as llm:
         right = answers_of(llm.generate(prompts, params))
@@ -106,7 +106,7 @@ def check_preempted_answers(engine: Engine, folder: Path) -> None:
 
 
 def check_mixed_requests(engine: Engine, count: int, folder: Path) -> None:
-    """Aborted ones, siblings, scored prompts, grammars and tenants, where blocks are few: the same answers."""
+    """Checks mixed requests (aborts, siblings, scored prompts, grammars, tenants) with few blocks: same completions."""
     plain, _ = answers(engine, count, kv_cache_memory=1 << 20, enable_prefix_caching=False)
     scarce = int(sequence_bytes(engine.plan.caches, 160, 48))
     for memory in 1 << 20, scarce:

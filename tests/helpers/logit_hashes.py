@@ -1,4 +1,4 @@
-"""Hashes of logits, recorded once: what changes how the engine is written, and not what it computes, keeps them.
+"""Recorded hashes of logits: a change of how the engine is written, and not of its results, keeps them.
 
 `python -m tests.helpers.logit_hashes` records those of this machine's instruction sets, for the weights that it builds:
 methods that calibrate do so with torch's matrix products, whose last bits depend on the machine. After a change that is

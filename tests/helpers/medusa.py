@@ -1,4 +1,4 @@
-"""Medusa heads for tiny models, as they are published and as vLLM stores them, and what they say."""
+"""Medusa heads for tiny models, in the published layout and in vLLM's, and their expected draft tokens."""
 
 import json
 from collections.abc import Mapping, Sequence

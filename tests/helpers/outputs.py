@@ -25,7 +25,7 @@ def make_device(path: Path, minor: int) -> None:
 
 @contextmanager
 def read_end(path: Path, kind: str) -> Iterator[tuple[Path, Callable[[], bytes]]]:
-    """A FIFO at `path`, or a pipe under /dev/fd, with somebody who reads it.
+    """A FIFO at `path`, or a pipe under /dev/fd, and a thread that reads it.
 
     Returns:
         The path to write to, and a function that gives what was written once `with` has ended.
@@ -45,6 +45,6 @@ def read_end(path: Path, kind: str) -> Iterator[tuple[Path, Callable[[], bytes]]
 
 
 def start_engine(*arguments: object) -> subprocess.Popen[str]:
-    """`engine` with these arguments."""
+    """Starts the command `engine` with these arguments."""
     command = [sys.executable, "-m", "enginewright.cli", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -44,7 +44,7 @@ class Chunk:
 
 
 def random_text(heads: Heads, length: int, seed: int, spread: float = 2.0) -> AttendedText:
-    """Scores have a deviation of about `spread` under the scale head_dim ** -0.5."""
+    """A random sequence whose scores have a deviation of about `spread` under the scale head_dim ** -0.5."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(count: int, factor: float) -> torch.Tensor:
@@ -142,7 +142,7 @@ class PoolViews:
         self.key_scales, self.value_scales = (pool[..., size:].view(np.float32) for pool in (keys, values))
 
     def write(self, slots: NDArray[np.integer], k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v: [tokens, kv_heads, head_dim]. Dims that pad a head become zeros."""
+        """Writes keys and values, [tokens, kv_heads, head_dim]. Dims that pad a head become zeros."""
         missing = self.heads.head_dim_pad - self.heads.head_dim
         k, v = (torch.nn.functional.pad(x, (0, missing)) for x in (k, v))
         block, at = slots // BLOCK_SIZE, slots % BLOCK_SIZE
@@ -162,7 +162,7 @@ class PoolViews:
         self.values[block, :, at // self.depth, :, at % self.depth] = value
 
     def poison(self, random: np.random.Generator) -> None:
-        """Large numbers in every slot, NaN in block 0; of either sign."""
+        """Fills every slot with large numbers of either sign, and block 0 with NaN."""
         for pool, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
             if self.dtype == "u4":
                 pool[:] = random.integers(0, 256, pool.shape)

@@ -133,7 +133,7 @@ def pack_quantized(bits: int = 4, group: int = 32, symmetric: bool = True) -> Pa
 
 
 def int_quantized(weight: torch.Tensor, generator: torch.Generator) -> Packed:
-    """A scale a row; codes keep away from -128, as those of most rows do."""
+    """Int8 with a scale for each row; codes are at least -127, as in most rows."""
     scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
     codes = (weight / scale.float()).round().clamp(-127, 127)
     return Packed({"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale.float())
@@ -142,7 +142,7 @@ def int_quantized(weight: torch.Tensor, generator: torch.Generator) -> Packed:
 def fp8(
     block: tuple[int, int] | None = None, by_row: bool = False, scale: str = "weight_scale", shape: tuple[int, ...] = ()
 ) -> Pack:
-    """A scale for each block, each row, or all. shape: of a single one."""
+    """FP8 with a scale for each block, each row, or all. shape: that of a single scale."""
 
     def pack(weight: torch.Tensor, generator: torch.Generator) -> Packed:
         rows, columns = weight.shape

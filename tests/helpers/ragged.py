@@ -19,7 +19,7 @@ Tokens = Sequence[int] | npt.NDArray[np.int64]
 
 @dataclass
 class _Sequence:
-    """blocks: of each KV group, in the order of the sequence's positions. slot: of all its recurrent states."""
+    """A sequence's memory. blocks: of each KV group, in order of positions. slot: that of all its recurrent states."""
 
     length: int
     blocks: list[list[int]]
@@ -59,7 +59,7 @@ class RaggedRun:
                 self.pools[str(value.name)] = garbage.astype(value.dtype.numpy())
 
     def step(self, new: Mapping[str, Tokens]) -> dict[str, Array]:
-        """Run the next tokens of some sequences, packed in the order given. Logits of every new token, [n, V]."""
+        """Runs the next tokens of some sequences, packed in the order given; gives the new tokens' logits, [n, V]."""
         feeds, starts = self._feeds(new)
         total = starts[-1]
         rows = self._random.permutation(total).astype(np.int32)

@@ -77,7 +77,7 @@ def probabilities(x: Floats, params: SamplingParams) -> Floats:
 
 
 def check_draw(token: int, chances: Floats, noise: Floats) -> None:
-    """The token is the one of the largest chance / noise, but for rounding."""
+    """Checks that a token has the largest probability / noise, but for rounding."""
     assert chances[token] > 0, "a token that had been taken out"
     scores = chances / noise
     assert scores[token] >= scores.max() * (1 - SAMPLED_SCORE)

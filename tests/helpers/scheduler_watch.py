@@ -129,14 +129,14 @@ class Watch:
         self.alive.pop(sequence, None)
 
     def step(self) -> StepPlan | None:
-        """Plan one, and commit the one that is due."""
+        """Plans a step, and commits the one that is due."""
         plan = self.schedule()
         if plan is None or len(self.under_way) > self.ahead:
             self.commit()
         return plan
 
     def schedule(self) -> StepPlan | None:
-        """The next step, checked, and computed."""
+        """Plans the next step, checks it, and computes it."""
         alike = all(sequence.work == DEFAULT_WORK for sequence in self.alive)
         oldest = next(iter(self.alive), None) if alike else None
         if oldest is not None and (

@@ -109,7 +109,7 @@ BOUNDED: dict[str, Schema] = {
 
 
 def check_answers(schemas: Sequence[Schema], outputs: Sequence[RequestOutput]) -> int:
-    """Each answer that has come to its own end is what its schema says; how many have."""
+    """Checks that each completion that ended by itself fits its schema; gives their number."""
     ended = 0
     for schema, output in zip(schemas, outputs, strict=True):
         check = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)

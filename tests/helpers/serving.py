@@ -69,7 +69,7 @@ class OtherTemplate(MemoryCheckpoint):
 
 @cache
 def tiny_engine(kind: str = "") -> Path:
-    """A llama whose answers are noise, and greedy unless asked otherwise.
+    """A llama with random weights, which samples greedily unless a request says otherwise.
 
     Args:
         kind: "NaN": everything with NAN_TOKEN is NaN. Others are of TEMPLATES.
@@ -89,13 +89,13 @@ def tiny_engine(kind: str = "") -> Path:
 
 
 def exactly(text: str) -> dict[str, Any]:
-    """structured_outputs of an answer that is this text, its reasoning, too."""
+    """The structured_outputs that make a completion exactly this text, its reasoning included."""
     return {"choice": [text], "before": 'start: ""'}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """headers: names in lower case. body: as it came."""
+    """An HTTP answer. headers: by names in lower case. body: the received bytes."""
 
     status: int
     headers: Mapping[str, str]
@@ -174,7 +174,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(there(), self._loop).result(30)
 
     def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] = {}) -> Answer:
-        """body: bytes as they are, or anything that JSON takes."""
+        """Sends a request and reads the answer. body: bytes, or a value that is sent as JSON."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -189,13 +189,13 @@ class Running:
         return self.ask("POST", path, body, headers)
 
     def complete(self, prompt: Any, **options: Any) -> Any:
-        """A completion that must work."""
+        """Requests a completion, which must succeed."""
         answer = self.post(COMPLETIONS, {"prompt": prompt, "ignore_eos": True, **options})
         assert answer.status == 200, answer.body
         return answer.json if not options.get("stream") else answer.events
 
     def chat(self, messages: Any = HELLO, **options: Any) -> Any:
-        """A chat that must work."""
+        """Requests a chat completion, which must succeed."""
         answer = self.post(CHAT, {"messages": messages, "max_tokens": 8, "ignore_eos": True, **options})
         assert answer.status == 200, answer.body
         return answer.json if not options.get("stream") else answer.events
@@ -213,7 +213,7 @@ class Running:
         )
 
     def begin(self, path: str, body: Mapping[str, Any]) -> Callable[[], Answer]:
-        """A stream whose first event has come; the function that is returned reads the rest."""
+        """Starts a stream and waits for its first event; the returned function reads the rest."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("POST", path, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"})
         response = connection.getresponse()  # the head comes with the first event
@@ -226,7 +226,7 @@ class Running:
         return rest
 
     def begin_with_timeout(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] = {}) -> Answer:
-        """A stream that its timeout ends after its first event: the shortest that is long enough here."""
+        """Starts a stream with the shortest timeout that lets its first event come, so that the timeout ends it."""
         for timeout_s in (0.25, 1, 4, 16):
             answer = self.post(path, {**body, "stream": True, "timeout": timeout_s}, headers)
             if answer.status == 200:
@@ -264,11 +264,11 @@ class Running:
                     executor.run = run  # type: ignore[method-assign]
 
     def until_held(self) -> None:
-        """Wait for a step that `held_steps` holds: before, a client that leaves may be gone without one."""
+        """Waits for a step that `held_steps` holds; a client that left earlier might cause no step."""
         assert self._is_holding.wait(60)
 
     def is_idle(self) -> bool:
-        """Nothing runs, nothing waits, and every block is free."""
+        """True if nothing runs, nothing waits, and every block is free."""
         counts = [len(one.users) + len(one.waiting) for one in self.engines.all]
         for service in self.engines.services:
             stats, queue = service.llm.stats(), service.admission
@@ -281,7 +281,7 @@ class Running:
 def running(
     *, engine: Path | Sequence[Path] | None = None, limits: Mapping[str, Any] = {}, **config: Any
 ) -> Iterator[Running]:
-    """A server; what it held must be free again when it is left.
+    """Runs a server; all that it held must be free again at the end of the context.
 
     Args:
         config: fields of ServerConfig.
@@ -301,10 +301,10 @@ POLL_S = 0.005
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    """Look again and again until something holds.
+    """Checks a condition repeatedly until it holds.
 
-    Looks are counted, and the clock is not asked: a process that was stopped, or that a busy machine leaves little
-    time, looks as often as any other.
+    Checks are counted instead of seconds: a process that was stopped, or that gets little time on a busy machine,
+    checks as often as any other.
     """
     for _ in range(round(seconds / POLL_S)):
         if holds():

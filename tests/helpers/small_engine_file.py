@@ -21,7 +21,7 @@ PLAN = b'{"steps":[]}'
 
 
 def pattern(nbytes: int, start: int = 1) -> bytes:
-    """Bytes that differ from place to place."""
+    """Bytes that differ from offset to offset."""
     return bytes((start + 7 * index) % 251 for index in range(nbytes))
 
 

@@ -21,7 +21,7 @@ BUILTINS = {"compile", "eval", "exec"}
 
 
 def violations(source: str) -> Iterator[str]:
-    """Yield "line: what" for everything in `source` that is forbidden."""
+    """Yields "line: what" for everything in `source` that is forbidden."""
     tree = ast.parse(source)
     names = _imported_names(tree)
     for node in ast.walk(tree):
@@ -45,7 +45,7 @@ def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _imported_names(tree: ast.Module) -> dict[str, str]:
-    """Local name → what it stands for, in dots."""
+    """Imported local names → the dotted names that they stand for."""
     names = {name: f"builtins.{name}" for name in BUILTINS}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
