@@ -139,7 +139,7 @@ def test_rounds_with_guesses_beside_rounds_without(
 
 
 def test_an_answer_that_guesses_have_changed_is_counted(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No completion changes, so the one without draft tokens is replaced by another."""
+    """Draft tokens change no completion, so the test replaces the one without them by another."""
     run_round = offline._round
 
     def changed(llm: LLM, *arguments: Any, **named: Any) -> Any:

@@ -129,7 +129,7 @@ def test_index_that_leads_out_of_the_folder(sharded: Path, shard: str) -> None:
 
 
 def test_index_with_an_absolute_path_into_the_folder(sharded: Path) -> None:
-    """Its hash would be filed under a name that only this machine has."""
+    """An absolute path is refused, because its hash would be recorded under a name that only this machine has."""
     edit_index(sharded, **{name: str(sharded / "model-00002-of-00002.safetensors") for name in list(TENSORS)[2:]})
     with pytest.raises(EngineError, match="leads out of the checkpoint's folder"):
         open_checkpoint(str(sharded))

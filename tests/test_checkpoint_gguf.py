@@ -168,7 +168,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
 
 
 def test_granite_4_without_states_is_granite(tmp_path: Path) -> None:
-    """Its converter writes keys of states, and the number of kv heads of each layer, all the same."""
+    """The converter writes keys of states, and each layer's number of kv heads, even for a model without states."""
     model = tiny_model("granite", **FAMILIES["granite"])
     writer = write_model(tmp_path / "tiny.gguf", "granite", model)
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):

@@ -151,7 +151,7 @@ def test_words(tmp_path: Path, pre: str) -> None:
 
 
 def test_words_differ_between_pre_tokenizers() -> None:
-    """Otherwise the test above would not see one taken for another."""
+    """Pre-tokenizers give different words; otherwise the test above would not notice one in place of another."""
     text = "they'LL pay 1234567\n\n  ok (McDonald) हिन्दी 東京は -\n-x"
     same = ("default", "dbrx")  # as GPT-2's, and as Llama 3's
     cuts = {name: str(splitter.pre_tokenize_str(text)) for name, splitter in SPLITTERS.items() if name not in same}

@@ -260,7 +260,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_wants_an_upgrade(path: Path) -> None:
-    """Whatever else a newer release changes, the version is read first."""
+    """The version is read first, whatever else a newer release changes."""
     data = path.read_bytes()
     text = header_text(data).replace(rb"\"format_version\":2", rb"\"format_version\":3,\"new\":[]")
     path.write_bytes(with_header(text, data))

@@ -129,7 +129,7 @@ def test_numbers_of_4_bits_are_rounded_as_in_a_pool() -> None:
 def test_a_build_for_gpus_alone_is_measured(
     quant: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its goldens are those of an engine for the CPU, within what verify allows, and its report says what it is."""
+    """The goldens are those of an engine for the CPU, within verify's tolerance, and the report says "simulated"."""
     monkeypatch.setattr(build, "code_sections", lambda kernels, targets: {})  # nothing here runs them
     built = []
     for targets in (("cpu",), ("cuda:sm_80",), ("cpu", "cuda:sm_80")):

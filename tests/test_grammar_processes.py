@@ -285,7 +285,7 @@ def test_a_closed_engine_says_so() -> None:
 
 
 def test_the_engines_process_has_no_llguidance() -> None:
-    """It holds Python's lock in some calls, for as long as these take."""
+    """Only the worker imports llguidance, because some of its calls hold Python's global lock for long."""
     for path in (Path(enginewright.__file__).parent / "runtime").rglob("*.py"):
         if path.name != "grammar_worker.py":
             imports = re.findall(r"^\s*(?:from|import) .*", path.read_text(), re.MULTILINE)

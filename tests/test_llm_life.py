@@ -201,7 +201,7 @@ def test_nothing_is_taken_after_the_end(path: Path) -> None:
 
 
 def test_an_engine_is_closed_by_whoever_opened_it(path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, and when its thread has ended, which reads it; also where it cannot run."""
+    """An engine is closed once, by its opener, after the thread that reads it has ended; also if it cannot run."""
     closed: list[Engine] = []
     monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
     for model, owned in ((engine, False), (path, True)):

@@ -99,7 +99,7 @@ def test_no_place_for_the_cache(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_engines_are_served_as_they_are(checkpoint: Path, tmp_path: Path) -> None:
-    """Also a checkpoint's folder in which an engine lies."""
+    """Engines are served as they are, and so is a checkpoint's folder with an engine in it."""
     engine = tiny_engine()
     options = {"quant": None, "device": "auto", "memory": None, "rebuild": False}
     files = engine_files([engine, checkpoint], **options)

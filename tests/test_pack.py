@@ -20,7 +20,7 @@ def packed_bytes(weight: torch.Tensor, form: PackedForm) -> bytes:
 
 @pytest.fixture(params=[1, 1000, None], ids=["16 rows", "some rows", "all rows"], autouse=True)
 def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is in memory at once, the bytes are the same."""
+    """Sets the size of the pieces that are in memory at once, which must not change the bytes."""
     if request.param is not None:
         monkeypatch.setattr(sys.modules[PackedForm.__module__], "PIECE_ELEMENTS", request.param)
 

@@ -138,7 +138,7 @@ def test_a_weight_that_two_layers_read_is_not_sorted_for_one() -> None:
 
 
 def test_act_order_over_gates_that_are_quantized_in_order(tmp_path: Path) -> None:
-    """Their rows move in all of their parts."""
+    """Rows of these gates move in all of their parts: codes, scales and zero points."""
     packs = {"down_proj": gptq(order="each", symmetric=False)}
     packs |= dict.fromkeys(("gate_proj", "up_proj"), gptq(symmetric=False))
     tiny = tiny_quantized(packs, {**GPTQ, "desc_act": True, "sym": False})

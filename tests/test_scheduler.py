@@ -276,7 +276,7 @@ def test_a_salt_shares_nothing_with_another() -> None:
 
 
 def test_nan_is_not_shared() -> None:
-    """Neither later, nor with one that was waiting for it."""
+    """Blocks with NaN are not shared with later sequences, nor with one that was waiting for them."""
     watch = whole(40, tokens=8, prefix_caching=True)
     bad, waiting = sequence_of(range(20), 24), sequence_of(range(20), 24)
     watch.poisoned.add(bad)

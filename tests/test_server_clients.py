@@ -47,7 +47,7 @@ def server() -> Iterator[Running]:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
 def test_requests_of_a_client_are_answered(server: Running, name: str) -> None:
-    """But for the length of the answers, which are noise, they are sent as they are."""
+    """Recorded requests are sent as they are, but for the length of completions, which are random text."""
     warned: set[str] = set()
     for request in json.loads((FOLDER / f"{name}.json").read_text())["requests"]:
         path, body = request["path"], request["body"]

@@ -246,7 +246,7 @@ def test_a_client_that_reads_nothing_is_given_up(
 
 
 def test_a_client_that_reads_slowly_is_not_given_up(server: Running, protocols: list[LimitedHttp]) -> None:
-    """Its answer has been written long ago, into buffers; its deadline passes again and again while it reads."""
+    """The client's answer is in buffers long before; the deadline passes several times while the client reads."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.settimeout(30)

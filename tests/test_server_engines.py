@@ -123,7 +123,7 @@ def test_the_least_recently_used_is_closed(server: Running) -> None:
 
 @pytest.mark.parametrize("kv_cache_memory", [4 << 20, None])
 def test_the_memory_of_a_draft_is_counted(tmp_path: Path, kv_cache_memory: int | None) -> None:
-    """Its activations and KV cache: the forecast is what both models have, and another engine is closed for it."""
+    """A draft's activations and KV cache are in the forecast of both models, and another engine is closed for them."""
     config = tiny_config("llama", tie_word_embeddings=False, max_position_embeddings=1024)
     model = MemoryCheckpoint.of(tiny_model(config), config)
     for name in "ab":

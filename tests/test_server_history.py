@@ -287,7 +287,7 @@ def test_templates_print_calls_in_the_form_that_they_can(kind: str) -> None:
 
 
 def test_templates_that_refuse_empty_answers() -> None:
-    """Not so the conversation, nor is what is refused for another reason shown in another form."""
+    """Empty answers are then rendered in another form, but no conversation that is refused for another reason."""
     template = ChatTemplate(
         "{% for message in messages %}{% if not message.content %}{{ raise_exception('empty') }}{% endif %}"
         "{{ message.content }};{% endfor %}"

@@ -276,7 +276,7 @@ def test_models_that_are_not_there(server: Running) -> None:
 
 
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever is given, and wherever it differs: `==` and a search that ends early would tell it by their time."""
+    """A given key is compared with every key completely; `==` and a search that ends early would leak by their time."""
     keys = ("one", "two", "three")
     digests = [sha256(key.encode()).hexdigest() for key in keys]
     compared: list[tuple[str, str]] = []
@@ -330,7 +330,7 @@ def test_no_client_reads_what_an_exception_says_in_the_middle_of_a_stream() -> N
 
 
 def test_a_crowd_is_turned_away_before_its_prompts_are_tokenized() -> None:
-    """Neither text nor chat; a tokenizer that a crowd may use is no protection from it."""
+    """Neither prompts nor chats of a crowd are tokenized, because the tokenizer itself has to be protected from it."""
     with (
         running(max_num_waiting=1, limits={"max_num_seqs": 1}) as server,
         ThreadPoolExecutor(1) as pool,

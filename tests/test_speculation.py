@@ -107,7 +107,7 @@ def test_first_layers_that_say_all_are_always_right(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("guesses_pay")
 def test_steps_do_not_run_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even on a device that could run steps ahead, they wait for draft tokens."""
+    """Steps wait for draft tokens even on a device that could run them ahead."""
     monkeypatch.setattr(core, "open_executor", LateExecutor)
     with Engine.open(engine_of("gemma3_text")) as engine:
         plain, _ = answers(engine, 12)
