@@ -106,6 +106,7 @@ lint-style: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	$(BIN)/python tools/words.py
 
 lint-imports: $(BUILT)
 	$(BIN)/lint-imports --no-logo

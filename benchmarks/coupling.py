@@ -93,7 +93,7 @@ class Chances:
         """Accepted tokens of 1, 2, … draft tokens, [positions where they may begin, LONGEST_CHAIN]."""
         lengths = []
         for begin in range(len(self.right) - LONGEST_CHAIN + 1):
-            # Guesses before the last one were right, so it follows what stands in the text.
+            # Draft tokens before the last one were accepted, so it follows what stands in the text.
             before = np.cumprod(np.append(1, self.right_here[begin : begin + LONGEST_CHAIN - 1]))
             lengths.append(np.cumsum(before * self.right[begin : begin + LONGEST_CHAIN]))
         return np.reshape(lengths, (-1, LONGEST_CHAIN))

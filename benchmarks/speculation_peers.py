@@ -42,7 +42,7 @@ Runs = Mapping[str, Callable[[], float]]  # seconds of all answers by method of 
 
 
 def ours(path: Path, tokens: int, threads: int) -> tuple[Runs, list[list[int]]]:
-    """Beside the runs, the prompts."""
+    """The runs, and the prompts."""
     engine = Engine.open(path)
     limits = {"max_num_seqs": 1, "max_model_len": 1024, "kv_cache_memory": "1g", "threads": threads}
     llms = {way: LLM(engine, **limits, speculate=way) for way in ("off", "draft")}

@@ -8,7 +8,7 @@ what it overrides. A public field of a dataclass or struct has a comment on its 
 in no comment, docstring, name or document; CONTRIBUTING.md says what to write in their place.
 
 Prints the share in house form by folder. Exits with 1, and names the places, where a share is below MIN_SHARE or a
-banned word is found.
+banned word is found in Python's comments and docstrings; in names and documents they are counted, until none is left.
 """
 
 import argparse
@@ -110,27 +110,33 @@ def bare_fields(path: str, tree: ast.Module, lines: list[str]) -> Iterator[str]:
                     yield f"{path}:{field.lineno}: {node.name}.{field.target.id} has no comment"
 
 
-def words(path: str, text: str) -> Iterator[tuple[int, str]]:
-    """Yields numbers and texts of the lines that hold prose or names: in Python no strings but docstrings."""
+def words(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
+    """Yields the lines that hold prose or names: number, text, and true for a comment or docstring of Python."""
     if not path.endswith((".py", ".pyi")):
-        yield from enumerate(text.splitlines(), 1)
+        yield from ((number, line, False) for number, line in enumerate(text.splitlines(), 1))
         return
+    names = {word for word in re.findall(r"\w+", text) if _BANNED.search(word) and not _BANNED.fullmatch(word)}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        is_docstring = token.type == tokenize.STRING and '"""' in token.string
-        if token.type in (tokenize.COMMENT, tokenize.NAME) or is_docstring:
-            yield from enumerate(token.string.splitlines(), token.start[0])
+        is_prose = token.type == tokenize.COMMENT or (token.type == tokenize.STRING and '"""' in token.string)
+        if token.type == tokenize.NAME and _BANNED.search(token.string):
+            names.add(token.string)
+            yield token.start[0], token.string, False
+        elif is_prose:
+            for number, line in enumerate(token.string.splitlines(), token.start[0]):
+                is_name = any(re.search(rf"\b{name}\b", line) for name in names)  # a comment about that name
+                yield number, line, not is_name
 
 
-def banned_words(path: str, text: str) -> Iterator[str]:
-    """Yields the banned words of a file, with what to write instead."""
+def banned_words(path: str, text: str) -> Iterator[tuple[str, bool]]:
+    """Yields the banned words of a file with what to write instead, and true in comments and docstrings of Python."""
     if not _BANNED.search(text):  # most files: to tokenize takes long
         return
     reasons = [word for part, word, _ in ALLOWED if part in path]
-    for number, line in words(path, text):
+    for number, line, is_prose in words(path, text):
         for found in _BANNED.finditer(line):
             if not any(re.fullmatch(word, found[0], re.IGNORECASE) for word in reasons):
                 instead = list(BANNED.values())[found.lastindex - 1] if found.lastindex else ""
-                yield f"{path}:{number}: {found[0]!r}: write {instead}"
+                yield f"{path}:{number}: {found[0]!r}: write {instead}", is_prose
 
 
 def folder_of(path: str) -> str:
@@ -156,10 +162,11 @@ def main() -> int:
     arguments = parser.parse_args()
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = [path for path in listed.stdout.split() if path.endswith(PROSE) and not (ROOT / path).is_symlink()]
-    things, fields, banned = list[Public](), list[str](), list[str]()
+    things, fields, banned, counted = list[Public](), list[str](), list[str](), list[str]()
     for path in paths:
         text = (ROOT / path).read_text()
-        banned += banned_words(path, text)
+        for place, is_prose in banned_words(path, text):
+            (banned if is_prose else counted).append(place)
         if path.endswith(".py") and path.partition("/")[0] in PRODUCT:
             tree = ast.parse(text)
             things += public_things(path, tree)
@@ -172,9 +179,9 @@ def main() -> int:
         if is_short or arguments.verbose:
             print(*(f"  {one.where}: {one.name} {one.fault}" for one in wrong), sep="\n")
     if arguments.verbose:
-        print(*fields, sep="\n")
+        print(*fields, *counted, sep="\n")
     print(*banned, sep="\n")
-    print(f"{len(fields)} fields without a comment, {len(banned)} banned words")
+    print(f"{len(fields)} fields without a comment; banned words: {len(banned)} in prose, {len(counted)} elsewhere")
     return int(is_wrong)
 
 

@@ -26,7 +26,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()  # accepted API keys; with any, every route except /health and the page requires one
     page: bool = True  # True serves the web page at /
     drain_seconds: float = 30.0  # seconds that running requests may take to end after the signal to stop
-    max_num_waiting: int = 1024  # maximum number of completions that wait for their first token, besides the batch
+    max_num_waiting: int = 1024  # maximum number of completions that wait for their first token outside the batch
     max_waiting_tokens: int = 262_144  # maximum number of tokens of all waiting prompts
     max_body_bytes: int = 8 << 20  # maximum size of a request's body, in bytes
     strict_keys: bool = False  # True refuses keys of a request that are not used, False names them in a warning
@@ -45,7 +45,9 @@ class ServerConfig:
     ssl_keyfile: str | Path | None = None  # PEM file of the key; None means that it is in ssl_certfile
     metrics_compat: str | None = None  # one of METRICS_COMPAT, whose metric names /metrics has in addition to ours
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector; None means no traces
-    allowed_hosts: tuple[str, ...] = ()  # accepted names in the Host header besides the server's own, without ports
+    allowed_hosts: tuple[
+        str, ...
+    ] = ()  # names in the Host header that are accepted like the server's own, without ports
 
     @property
     def on_demand(self) -> bool:

@@ -32,7 +32,7 @@ class Unread:
 
     Args:
         why: the reason why it changes nothing, or why its other values are refused.
-        harmless: values that change nothing, besides null; None means all values.
+        harmless: values that change nothing, in addition to null; None means all values.
         off_by: a key and its value that make this one harmless.
     """
 

@@ -76,7 +76,7 @@ class Operation(NamedTuple):
     streams: bool = False  # True if the response may be a stream of events
     method: str = "post"  # HTTP method in lower case
     query: Mapping[str, Schema] = {}  # schemas of the query's parameters, by name
-    errors: Sequence[int] = ()  # HTTP statuses besides those that all such operations may give
+    errors: Sequence[int] = ()  # HTTP statuses in addition to those that all such operations may give
 
 
 CHAT_KEYS = ("id", "object", "created", "model", "choices", "usage")

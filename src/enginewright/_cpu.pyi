@@ -34,7 +34,7 @@ class CacheBlocks:
 
     def plane(self, layer: int, name: str) -> NDArray[np.uint16 | np.int8 | np.uint8]:
         """View of a plane, [num_blocks, heads, tile] (layout: csrc/cpu/kv.h): bits of bf16, int8, or bytes, with those
-        of the scales behind them. layer: index inside the group.
+        of the scales after them. layer: index inside the group.
         """
 
     def places(self) -> NDArray[np.uint8]:
@@ -73,7 +73,7 @@ class OperandSpec:
         offset_bytes: int, dtype: str, rows: _Linear, columns: int, stride: int, column_offset: int = 0, pad: int = 0
     ) -> OperandSpec:
         """Columns [column_offset, column_offset + columns) of the buffer at offset_bytes; stride and offset in
-        elements. pad: columns behind `columns` that belong to the operand (a whole buffer: stride - columns)."""
+        elements. pad: columns after `columns` that belong to the operand (a whole buffer: stride - columns)."""
 
     @staticmethod
     def step(name: str) -> OperandSpec: ...
@@ -145,8 +145,8 @@ def sample(
     """Draws a token for each row of logits [n, vocab] (a row is contiguous, rows may be padded).
 
     rows: SAMPLING_ROW [n]. history: TOKEN_COUNT, the tokens of prompt and output, each once, row after row; biases:
-    TOKEN_BIAS likewise; a row's entries end at its history_end and bias_end. allowed: [n, ceil(vocab / 32)], of token t
-    bit t % 32 of word t // 32, which is 1 if it may be sampled; None allows all. Returns the fields of SampledToken
+    TOKEN_BIAS, in the same order; a row's entries end at its history_end and bias_end. allowed: [n, ceil(vocab / 32)];
+    bit t % 32 of word t // 32 is 1 if token t may be sampled; None allows all. Returns the fields of SampledToken
     (runtime/sampling/sampler.py) for each row. ValueError for whatever does not fit.
     """
 
