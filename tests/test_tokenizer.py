@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import logging
 import os
 import random
 import resource
@@ -12,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fcntl import ioctl
 from functools import cache
-from typing import Any
+from sys import byteorder
+from termios import FIONREAD
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -415,15 +417,19 @@ def test_a_template_that_was_stopped_renders_the_next_conversation() -> None:
     assert template._worker._process is not process and process.returncode == -signal.SIGPROF
 
 
+def _num_unread(pipe: IO[bytes]) -> int:
+    """Number of bytes in a pipe that nobody has read yet."""
+    return int.from_bytes(ioctl(pipe, FIONREAD, bytes(4)), byteorder)
+
+
 def test_a_template_whose_process_is_killed_is_rendered_by_another_one(caplog: pytest.LogCaptureFixture) -> None:
     """A killed process is no fault of the template, nor of the conversation, so another process renders it."""
-    caplog.set_level(logging.WARNING, "enginewright")  # a server in this process may have set another one
     template = ChatTemplate("done")
     process = template._worker._process
     os.kill(process.pid, signal.SIGSTOP)  # so that it is under way when it is killed
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(template.render, MESSAGES, {})
-        wait_until(template._worker._lock.locked)
+        wait_until(lambda: _num_unread(process.stdin) > 0)  # a process that ends before that is replaced without a word
         os.kill(process.pid, signal.SIGKILL)
         assert text.result() == "done"
     assert template._worker._process is not process and "was ended by signal 9, and is started again" in caplog.text
