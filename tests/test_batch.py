@@ -319,7 +319,7 @@ def test_an_earlier_output_keeps_its_mode_and_a_link_stays_one(llm: LLM, tmp_pat
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_keeps_the_answers_that_are_there(llm: LLM, tmp_path: Path, number: signal.Signals) -> None:
     """The first is read while the second is computed, which takes long; the third waited for the second."""
-    lengths = [(40, "first"), (4000, "long"), (1, "third")]
+    lengths = [(1000, "first"), (4000, "long"), (1, "third")]  # the third has 1000 steps for its token
     lines = [{"prompt": "a", "max_tokens": n, "ignore_eos": True, "id": name} for n, name in lengths]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.mkfifo(tmp_path / "out")

@@ -87,8 +87,8 @@ ROW_BYTES = 8 * 64 * 4  # of a buffer as above, at the limits
 @pytest.mark.parametrize(
     ("operand", "message"),
     [
-        (arena(ROW_BYTES + 64), "behind the arena"),
-        (arena(2**62), "behind the arena|overflows"),
+        (arena(ROW_BYTES + 64), "after the arena"),
+        (arena(2**62), "after the arena|overflows"),
         (arena(-64), "odd address"),
         (arena(32), "odd address"),
         (arena(0, stride=63, columns=63), "no proper columns"),
