@@ -328,7 +328,9 @@ def test_a_signal_keeps_the_answers_that_are_there(llm: LLM, tmp_path: Path, num
     process = start_engine("generate", tiny_engine(), *options)
     with (tmp_path / "out").open() as output:
         found = [json.loads(output.readline())]
-        time.sleep(0.3)  # the third one's end cannot be seen from here; the second takes seconds
+        # A signal between the write of a line and the note that it is complete counts it as half written, and in a pipe
+        # nothing can follow that. This waits until the writer has passed that point; the second answer takes seconds.
+        time.sleep(0.3)
         process.send_signal(number)
         found += map(json.loads, output)
     _, errors = process.communicate()
