@@ -57,11 +57,10 @@ PYTEST := OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -
 # Tests and settings of `make sanitize`. Python itself is not instrumented, so the sanitizer's library must be loaded
 # before it, and C++'s library too, for exceptions. Python's leaks at exit are not reported. Tests refuse allocations on
 # purpose, so a null pointer is returned. libtsan needs memory addresses without randomization.
-SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) $(addprefix tests/test_,bench_roofline.py batch_invariance.py kv_cache.py sampling.py)
+SANITIZED_TESTS := tests/cpu tests/sampling $(addprefix tests/,bench/test_roofline.py core/test_batch_invariance.py cache/test_kv_cache.py)
 SANITIZER_ENV = PYTHONPATH=build/$*/lib LD_PRELOAD="$$(g++ -print-file-name=lib$*.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:suppressions=tests/asan.supp \
   UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:suppressions=tests/tsan.supp
-EMULATED_KERNEL_TESTS := $(filter-out $(addprefix tests/test_cuda_,build.py compile.py driver.py engine.py triton.py),$(wildcard tests/test_cuda_*.py))
 NO_RANDOMIZATION := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: help demo test test-long sanitize sanitize-asan sanitize-tsan pytest lint lint-types lint-style lint-imports format docs build bench bench-peers dist clean
@@ -88,7 +87,7 @@ test-long: test sanitize docs $(CLIENTS) $(AGENTS) $(BROWSER) $(ENGINE) $(ENCODE
 sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC
 
 sanitize-asan: SANITIZERS := address,undefined
-sanitize-asan: EMULATED_TESTS := $(EMULATED_KERNEL_TESTS)
+sanitize-asan: EMULATED_TESTS := tests/cuda/kernels
 sanitize-tsan: SANITIZERS := thread
 sanitize-asan sanitize-tsan: sanitize-%: $(INSTALLED)
 	CC=gcc CXX=g++ ENGINEWRIGHT_SANITIZE=$(SANITIZERS) ENGINEWRIGHT_BUILD_JOBS=$(JOBS) \

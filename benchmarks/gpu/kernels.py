@@ -11,15 +11,13 @@ from pathlib import Path
 from benchmarks.gpu.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
-# What needs no GPU.
-ELSEWHERE = ("test_cuda_build.py", "test_cuda_compile.py", "test_cuda_driver.py", "test_cuda_triton.py")
-ENGINES = "test_cuda_engine.py"
+ENGINES = ROOT / "tests/cuda/test_engine.py"
 LIMIT_S = 135  # of all files: a kernel that never ends shall not hide what the others say
 ON_GPU = {**os.environ, "ENGINEWRIGHT_TEST_DEVICE": "cuda"}
 
 
 def files() -> list[Path]:
-    return sorted(path for path in (ROOT / "tests").glob("test_cuda_*.py") if path.name not in ELSEWHERE)
+    return [*sorted((ROOT / "tests/cuda/kernels").glob("test_*.py")), ENGINES]
 
 
 def pytest_command(xml: Path, *tests: str) -> list[str]:
@@ -70,4 +68,4 @@ def run(report: Report) -> None:
             print(f"== {path.name}\n{text}", flush=True)
             said = text.strip().splitlines()[-1:] or ["it said nothing"]
             found = outcomes(xml) if xml.exists() else {"error": f"pytest ended with {process.returncode}: {said[0]}"}
-            report.add(f"kernels/{path.stem.removeprefix('test_cuda_')}", **found)
+            report.add(f"kernels/{path.stem.removeprefix('test_')}", **found)

@@ -42,7 +42,7 @@ def run(report: Report) -> None:
     if sanitizer is None:
         report.skip("sanitizer", "there is no compute-sanitizer here")
         return
-    kernels = [str(path) for path in files() if path.name != ENGINES]  # whose operands have memory of their own
+    kernels = [str(path) for path in files() if path != ENGINES]  # whose operands have memory of their own
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *kernels]
     listed = subprocess.run(collect, cwd=ROOT, env=ON_GPU, stdout=subprocess.PIPE, text=True, check=True).stdout
     tests = some(listed)

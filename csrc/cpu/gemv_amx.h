@@ -5,7 +5,7 @@
 //   even = sum of a[2i] b[2i], odd = sum of a[2i+1] b[2i+1], each by 16 fp32 FMAs, i ascending, from zero
 //   C = C + (even + odd)
 // rounded to nearest even, denormal operands and results taken as zero. Vector FMAs with MXCSR.FTZ and DAZ
-// set give the same bits; test_cpu_gemm.py compares them on every machine that has both.
+// set give the same bits; tests/cpu/test_gemm.py compares them on every machine that has both.
 #pragma once
 
 #include "gemm_epilogue.h"

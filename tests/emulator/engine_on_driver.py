@@ -1,4 +1,4 @@
-"""The process of test_cuda_driver.py: answers of an engine where libcuda.so.1 is the driver of driver.cpp."""
+"""The process of test_driver.py: answers of an engine where libcuda.so.1 is the driver of driver.cpp."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""The process of test_cuda_driver.py for tests of kernels on a GPU: prints which parts of arrays a kernel has read."""
+"""The process of test_driver.py for kernel tests on a GPU: prints which parts of arrays a kernel has read."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
 """A plugin of pytest that delays threads and event loops at random, so that rare orders of events become common.
 
-    python -m pytest -p tests.helpers.delays --delays 7 tests/test_server_life.py
+    python -m pytest -p tests.helpers.delays --delays 7 tests/server/test_life.py
 
 Delays come where one thread hands over to another: queues, calls of an event loop from other threads, executors,
 starts of threads, and each turn of an event loop. Callbacks of a loop keep their order, which asyncio promises. The

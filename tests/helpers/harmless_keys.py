@@ -17,8 +17,8 @@ from enginewright.builder.harmless_keys import HARMLESS, Harmless
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.tensors import AssumedTensors
 from enginewright.builder.weights import Weights
+from tests.checkpoint.test_models import reference_logits
 from tests.helpers.tiny import ENCODERS, kind_of, tiny_config, tiny_model, use_long_factors
-from tests.test_models import reference_logits
 
 # Of each type: neither what models have, nor near it. Of texts: those that transformers knows somewhere.
 ODD: Mapping[type, tuple[Any, ...]] = {

@@ -17,11 +17,11 @@ from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.device.devices import open_executor
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
+from tests.cuda.test_engine import built
 from tests.emulator.device import device_for
 from tests.helpers.mixed_requests import answers, check_same
 from tests.helpers.odd_files import make_sparse
 from tests.helpers.tiny import HYBRIDS
-from tests.test_cuda_engine import built
 
 LIMITS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
 PARAMS = SamplingParams(seed=7, max_tokens=40, logprobs=2, ignore_eos=True)

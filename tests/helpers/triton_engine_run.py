@@ -1,4 +1,4 @@
-"""Whole engines whose recurrences go through chunks, as tests/test_cuda_engine.py checks others:
+"""Whole engines whose recurrences go through chunks, as tests/cuda/test_engine.py checks others:
 `python -m tests.helpers.triton_engine_run FAMILY QUANT` in the environment TRITON_INTERPRET=1. It prints which of their
 kernels are in Triton.
 """
@@ -6,8 +6,8 @@ kernels are in Triton.
 import json
 import sys
 
+from tests.cuda.test_engine import built, check_engine
 from tests.emulator import interpreted
-from tests.test_cuda_engine import built, check_engine
 
 if __name__ == "__main__":
     family, quant = sys.argv[1:]

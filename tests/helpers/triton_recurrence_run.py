@@ -14,10 +14,10 @@ import numpy as np
 from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
+from tests.cpu.test_recurrence import random_of
 from tests.emulator.interpreted import round_products
 from tests.helpers.cuda_call import CudaCall, Operand, empty, strided, vector
-from tests.test_cpu_recurrence import random_of
-from tests.test_plugins_values import gated_delta, selective_state
+from tests.plugins.test_plugins_values import gated_delta, selective_state
 
 SM = "sm_90a"  # as CudaCall has it
 GAP = 8  # f32 after a slot's own, which belong to other layers

@@ -1,6 +1,6 @@
-"""Matrix products of the GPU benchmark, in emulation, in the formats that tests/test_benchmark_gpu.py leaves out."""
+"""Matrix products of the GPU benchmark in emulation, in the formats that the short test leaves out."""
 
-from tests import test_benchmark_gpu as short
+from tests.bench import test_benchmark_gpu as short
 from tests.helpers.breadth import others, repeated
 
 test_matrix_products_are_called_as_engines_call_them = repeated(

@@ -1,6 +1,6 @@
-"""Whole builds of the families and methods that tests/test_build.py leaves out."""
+"""Whole builds of the families and methods that tests/build/test_build.py leaves out."""
 
-from tests import test_build as short
+from tests.build import test_build as short
 from tests.helpers.breadth import others, repeated
 from tests.helpers.graphs import QUANTS
 

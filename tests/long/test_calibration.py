@@ -1,6 +1,6 @@
-"""Calibration by the methods that tests/test_calibration.py leaves out."""
+"""Calibration by the methods that tests/build/test_calibration.py leaves out."""
 
-from tests import test_calibration as short
+from tests.build import test_calibration as short
 from tests.helpers.breadth import repeated
 
 checkpoint = short.checkpoint

@@ -1,6 +1,6 @@
-"""Changes by llama.cpp's converter in the architectures that tests/test_checkpoint_gguf.py leaves out."""
+"""Changes by llama.cpp's converter in the architectures that tests/checkpoint/test_gguf.py leaves out."""
 
-from tests import test_checkpoint_gguf as short
+from tests.checkpoint import test_gguf as short
 from tests.helpers.breadth import repeated
 
 test_what_the_converter_changed_is_undone = repeated(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests import test_checkpoint_gguf_header as short
+from tests.checkpoint import test_gguf_header as short
 
 whole = short.whole
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.test_checkpoint_gguf_tokenizer import check_real_tokenizer
+from tests.checkpoint.test_gguf_tokenizer import check_real_tokenizer
 
 
 def test_real_tokenizer(smollm2_gguf: Path) -> None:

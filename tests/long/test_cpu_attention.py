@@ -1,6 +1,6 @@
-"""Attention on CPUs in the formats that tests/test_cpu_attention.py leaves out."""
+"""Attention on CPUs in the formats that tests/cpu/test_attention.py leaves out."""
 
-from tests import test_cpu_attention as short
+from tests.cpu import test_attention as short
 from tests.helpers.breadth import others, repeated
 
 test_bits_do_not_depend_on_cuts_company_or_threads = repeated(

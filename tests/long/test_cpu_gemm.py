@@ -1,6 +1,6 @@
-"""Matrix products on CPUs with the epilogues that tests/test_cpu_gemm.py leaves out."""
+"""Matrix products on CPUs with the epilogues that tests/cpu/test_gemm.py leaves out."""
 
-from tests import test_cpu_gemm as short
+from tests.cpu import test_gemm as short
 from tests.helpers.breadth import others, repeated
 
 test_bits_depend_neither_on_company_nor_on_threads = repeated(

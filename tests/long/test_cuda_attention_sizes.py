@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests import test_cuda_attention as short
+from tests.cuda.kernels import test_attention as short
 from tests.emulator.kernels import SCHEDULES, Kernels
 from tests.helpers.breadth import others
 from tests.helpers.cuda_attention import Attention, compiled, part

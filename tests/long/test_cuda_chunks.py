@@ -3,9 +3,9 @@
 import pytest
 
 from enginewright.targets import PTX
+from tests.cuda.test_triton import SHARED_BYTES, check_recurrences, interpreted
 from tests.helpers.chunks import chunk_kernels
 from tests.helpers.compiled import compile_kernels
-from tests.test_cuda_triton import SHARED_BYTES, check_recurrences, interpreted
 
 
 def test_many_problems_in_the_interpreter() -> None:

@@ -1,6 +1,6 @@
-"""Experts on CUDA, in emulation, in the formats that tests/test_cuda_experts.py leaves out."""
+"""Experts on CUDA, in emulation, in the formats that tests/cuda/kernels/test_experts.py leaves out."""
 
-from tests import test_cuda_experts as short
+from tests.cuda.kernels import test_experts as short
 from tests.helpers.breadth import others, repeated
 
 test_each_row_meets_its_expert_in_tiles_of_all_sizes = repeated(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.test_families import ON_GPUS
+from tests.cuda.test_engine import check_batch_invariant_answers, check_batch_invariant_logits, check_engine
 from tests.helpers.tiny import LATENT
-from tests.test_cuda_engine import check_batch_invariant_answers, check_batch_invariant_logits, check_engine
-from tests.test_families import ON_GPUS
-from tests.test_heads import check_hidden_on_gpus
+from tests.speculation.test_heads import check_hidden_on_gpus
 
 
 @pytest.mark.parametrize(

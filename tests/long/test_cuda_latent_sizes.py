@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cuda.kernels.test_latent import WIDE, Latent, check_bits, check_heads
 from tests.emulator.kernels import SCHEDULES
 from tests.helpers.cuda_attention import compiled
-from tests.test_cuda_latent import WIDE, Latent, check_bits, check_heads
 
 FLASH, DEEPSEEK = Latent(20, 512, 64), Latent(128, 512, 64, "bf16")
 OTHERS = [Latent(33, 512, 64), Latent(64, 256, 32)]  # heads that are no whole tiles of rows

@@ -1,6 +1,6 @@
-"""Recurrences on CUDA, in emulation, of the heads that tests/test_cuda_recurrence.py leaves out."""
+"""Recurrences on CUDA, in emulation, of the heads that tests/cuda/kernels/test_recurrence.py leaves out."""
 
-from tests import test_cuda_recurrence as short
+from tests.cuda.kernels import test_recurrence as short
 from tests.helpers.breadth import others, repeated
 
 test_linear_recurrences = repeated(

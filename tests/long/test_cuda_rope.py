@@ -1,6 +1,6 @@
-"""RoPE on CUDA, in emulation, of the heads that tests/test_cuda_rope.py leaves out."""
+"""RoPE on CUDA, in emulation, of the heads that tests/cuda/kernels/test_rope.py leaves out."""
 
-from tests import test_cuda_rope as short
+from tests.cuda.kernels import test_rope as short
 from tests.helpers.breadth import others, repeated
 
 test_rope_and_write = repeated(

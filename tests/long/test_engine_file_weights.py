@@ -1,6 +1,6 @@
-"""Weights of the methods that tests/test_engine_file_weights.py leaves out, restored in numpy."""
+"""Weights of the methods that tests/engine_file/test_weights.py leaves out, restored in numpy."""
 
-from tests import test_engine_file_weights as short
+from tests.engine_file import test_weights as short
 from tests.helpers.breadth import others, repeated
 
 test_a_reader_in_numpy_restores_every_weight = repeated(

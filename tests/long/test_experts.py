@@ -1,6 +1,6 @@
-"""Mixtures by the calibrated methods that tests/test_experts.py leaves out."""
+"""Mixtures by the calibrated methods that tests/checkpoint/test_experts.py leaves out."""
 
-from tests import test_experts as short
+from tests.checkpoint import test_experts as short
 from tests.helpers.breadth import repeated
 
 checkpoint = short.checkpoint

@@ -1,6 +1,6 @@
-"""ONNX files of the families that tests/test_export.py leaves out."""
+"""ONNX files of the families that tests/build/test_export.py leaves out."""
 
-from tests import test_export as short
+from tests.build import test_export as short
 from tests.helpers.breadth import others, repeated
 from tests.helpers.tiny import FAMILIES, OF_EACH_BLOCK
 

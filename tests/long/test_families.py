@@ -1,4 +1,4 @@
-"""Engines of every family and format that tests/test_families.py leaves out, and of awkward sizes."""
+"""Engines of every family and format that tests/checkpoint/test_families.py leaves out, and of awkward sizes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from enginewright.passes.quant import W8A8, Bf16, Int4Rtn, QuantConfig
-from tests import test_families as short
+from tests.checkpoint import test_families as short
+from tests.checkpoint.test_families import ALONE, CASES, INTEGERS, SOME, check_family
+from tests.checkpoint.test_models import content_of_folder
 from tests.helpers.breadth import others, repeated
 from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, kind_of, saved, tiny_checkpoint
-from tests.test_families import ALONE, CASES, INTEGERS, SOME, check_family
-from tests.test_models import content_of_folder
 
 OTHERS = [*others(CASES, SOME), *((family, INTEGERS[(index + 1) % 2]) for index, family in enumerate(ALONE))]
 

@@ -1,6 +1,6 @@
-"""Forecasts of the methods and families that tests/test_forecast.py leaves out."""
+"""Forecasts of the methods and families that tests/build/test_forecast.py leaves out."""
 
-from tests import test_forecast as short
+from tests.build import test_forecast as short
 from tests.helpers.breadth import others, repeated
 
 test_a_build_does_what_was_said = repeated(

@@ -1,7 +1,7 @@
-"""The gate's verdict on targets that are not at hand, in the formats that tests/test_gate_simulate.py leaves out."""
+"""The gate's verdict on targets that are not at hand, in the formats that tests/gate/test_simulate.py leaves out."""
 
 from enginewright.dtypes import KV_CACHES
-from tests import test_gate_simulate as short
+from tests.gate import test_simulate as short
 from tests.helpers.breadth import others, repeated
 
 test_the_simulation_is_what_the_cpu_computes = repeated(

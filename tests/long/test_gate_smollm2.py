@@ -10,7 +10,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.errors import QualityGateError
 from enginewright.passes.quant import Int4Rtn, QuantConfig
-from tests import test_gate_smollm2 as short
+from tests.gate import test_smollm2 as short
 
 FAULTY = "model.layers.17.mlp.down_proj"
 _less_text = short._less_text

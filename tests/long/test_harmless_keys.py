@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from enginewright.builder.models import build_graph
-from tests import test_config_keys, test_hybrids, test_models, tolerances
+from tests import tolerances
+from tests.checkpoint import test_config_keys, test_hybrids, test_models
+from tests.checkpoint.test_config_keys import NOT_TAKEN, content_with
+from tests.checkpoint.test_models import graph_logits
 from tests.helpers.breadth import others, repeated
 from tests.helpers.harmless_keys import Reference, excused, excused_by
 from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, MemoryCheckpoint
-from tests.test_config_keys import NOT_TAKEN, content_with
-from tests.test_models import graph_logits
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     *(
@@ -54,7 +55,7 @@ test_odd_values_of_harmless_keys_change_nothing_in_transformers = repeated(
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *ENCODERS])
 def test_other_odd_values_of_all_harmless_keys_at_once(family: str) -> None:
-    """tests/test_config_keys.py has the first ones."""
+    """tests/checkpoint/test_config_keys.py has the first ones."""
     reference, entries = Reference(family, {}), excused(family)
     odd = reference.with_odd(entries, which=1)
     not_together = {"rope_parameters", "rope_scaling"}  # of which one says what the other does

@@ -1,7 +1,7 @@
-"""Heads of the kinds that tests/test_heads.py leaves out, and of all of them with every method."""
+"""Heads of the kinds that tests/speculation/test_heads.py leaves out, and of all of them with every method."""
 
-from tests import test_heads as short
 from tests.helpers.breadth import others, repeated
+from tests.speculation import test_heads as short
 
 test_engines_guess_what_heads_would = repeated(
     short.test_engines_guess_what_heads_would, "case", others(short.GUESSING, short.SOME_GUESSING)

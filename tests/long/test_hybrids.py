@@ -8,12 +8,12 @@ from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
-from tests import test_hybrids as short
 from tests import tolerances
+from tests.checkpoint import test_hybrids as short
+from tests.checkpoint.test_hybrids import GREEDY, config_of, engine_of, generated, texts, tokens_of
 from tests.helpers.breadth import others, repeated
 from tests.helpers.graphs import relative_error
 from tests.helpers.tiny import HYBRIDS, OF_EACH_STATE, tiny_model
-from tests.test_hybrids import GREEDY, config_of, engine_of, generated, texts, tokens_of
 
 PROMPT, STEPS = 3000, 200
 LONGEST = PROMPT + STEPS + 1

@@ -8,8 +8,8 @@ import numpy as np
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
+from tests.core.test_in_flight import GREEDY, answers, wait_until_idle
 from tests.helpers.engines import built
-from tests.test_in_flight import GREEDY, answers, wait_until_idle
 
 
 def test_a_real_model_in_little_memory(smollm2_gguf: Path) -> None:

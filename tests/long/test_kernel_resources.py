@@ -1,6 +1,6 @@
-"""Resources of the kernels of models that tests/test_kernel_resources.py leaves out."""
+"""Resources of the kernels of models that tests/cuda/test_kernel_resources.py leaves out."""
 
-from tests import test_kernel_resources as short
+from tests.cuda import test_kernel_resources as short
 from tests.helpers.breadth import repeated
 
 test_kernels_of_tiny_models_take_no_more_than_they_should = repeated(

@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 
-from tests.test_kv_cache import check_reserved
+from tests.cache.test_kv_cache import check_reserved
 
 
 def test_what_is_reserved_is_there() -> None:

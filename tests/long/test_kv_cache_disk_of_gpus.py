@@ -1,4 +1,4 @@
-"""The prefix cache of a GPU keeps on disk what a CPU's does (tests/test_kv_cache_disk.py)."""
+"""The prefix cache of a GPU keeps on disk what a CPU's does (tests/cache/test_kv_cache_disk.py)."""
 
 from collections.abc import Iterator
 from pathlib import Path

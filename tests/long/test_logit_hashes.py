@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from enginewright import _cpu
-from tests import test_batch_invariance as short
+from tests.core import test_batch_invariance as short
+from tests.core.test_batch_invariance import check
 from tests.helpers.breadth import others, repeated
 from tests.helpers.logit_hashes import REAL, build_real
-from tests.test_batch_invariance import check
 
 test_tiny_models = repeated(short.test_tiny_models, "name", others(short.TINY, short.SOME))
 

@@ -1,6 +1,6 @@
-"""Memory plans of the engines that tests/test_memory_plan.py leaves out."""
+"""Memory plans of the engines that tests/core/test_memory_plan.py leaves out."""
 
-from tests import test_memory_plan as short
+from tests.core import test_memory_plan as short
 from tests.helpers.breadth import others, repeated
 
 test_the_executor_allocates_what_the_memory_plan_says = repeated(

@@ -8,8 +8,8 @@ from enginewright.runtime.text.messages.calls import CallFormat
 from enginewright.runtime.text.messages.formats import CALL_FORMATS
 from tests.helpers.breadth import others, repeated
 from tests.helpers.hostile_messages import feed, hostile_messages
-from tests.test_message_time import PIECES, SOME_PIECES, name_of, work
-from tests.test_message_time import test_work_is_linear as work_is_linear
+from tests.text.test_message_time import PIECES, SOME_PIECES, name_of, work
+from tests.text.test_message_time import test_work_is_linear as work_is_linear
 
 MOST_MORE = 9.0  # times the CPU time of a text a quarter as long; of the square it would be 16
 LEAST_S = 0.005  # below which the clock says little

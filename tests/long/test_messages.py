@@ -1,7 +1,7 @@
-"""Calls that are cut, after the texts that tests/test_messages.py leaves out."""
+"""Calls that are cut, after the texts that tests/text/test_messages.py leaves out."""
 
-from tests import test_messages as short
 from tests.helpers.breadth import others, repeated
+from tests.text import test_messages as short
 
 test_nothing_of_a_call_is_text_wherever_it_is_cut = repeated(
     short.test_nothing_of_a_call_is_text_wherever_it_is_cut,

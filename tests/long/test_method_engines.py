@@ -1,5 +1,5 @@
 """Engines of every method against the graph that they were lowered from, in onnxruntime: of a real model, and of the
-tiny ones that tests/test_method_engines.py leaves out.
+tiny ones that tests/build/test_method_engines.py leaves out.
 """
 
 from pathlib import Path
@@ -9,10 +9,10 @@ import pytest
 
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.passes.quant import METHODS, QuantConfig
-from tests import test_method_engines as short
 from tests import tolerances
+from tests.build import test_method_engines as short
+from tests.build.test_method_engines import activations_of, difference
 from tests.helpers.breadth import others, repeated
-from tests.test_method_engines import activations_of, difference
 
 TOKENS = [1, 504, 3575, 282, 4649, 314, 7042, 30, 198, 339, 5248, 2520, 327, 253, 1194, 28, 284, 2744]
 

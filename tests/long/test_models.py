@@ -1,6 +1,6 @@
-"""Graphs and folders of the families that tests/test_models.py leaves out."""
+"""Graphs and folders of the families that tests/checkpoint/test_models.py leaves out."""
 
-from tests import test_models as short
+from tests.checkpoint import test_models as short
 from tests.helpers.breadth import others, repeated
 from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS
 

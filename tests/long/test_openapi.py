@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from enginewright.passes.quant import Bf16
+from tests.api.test_embeddings import engine_of
 from tests.helpers.serving import running, tiny_engine
-from tests.test_embeddings import engine_of
 
 PROGRAM = Path(__file__).parents[2] / ".cache/clients/bin/schemathesis"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"

@@ -1,7 +1,7 @@
-"""Passes over dense graphs in the models and formats that tests/test_passes_dense.py leaves out."""
+"""Passes over dense graphs in the models and formats that tests/passes/test_dense.py leaves out."""
 
-from tests import test_passes_dense as short
 from tests.helpers.breadth import others, repeated
+from tests.passes import test_dense as short
 
 test_results_are_the_same_before_and_after = repeated(
     short.test_results_are_the_same_before_and_after,

@@ -1,8 +1,8 @@
-"""Passes over large graphs with the methods that tests/test_passes_manager.py leaves out."""
+"""Passes over large graphs with the methods that tests/passes/test_manager.py leaves out."""
 
-from tests import test_passes_manager as short
 from tests.helpers.breadth import others, repeated
 from tests.helpers.graphs import QUANTS
+from tests.passes import test_manager as short
 
 test_passes_over_80_layers_read_no_weight = repeated(
     short.test_passes_over_80_layers_read_no_weight,

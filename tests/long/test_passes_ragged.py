@@ -1,7 +1,7 @@
-"""Packed tokens over KV pools in the graphs and formats that tests/test_passes_ragged.py leaves out."""
+"""Packed tokens over KV pools in the graphs and formats that tests/passes/test_ragged.py leaves out."""
 
-from tests import test_passes_ragged as short
 from tests.helpers.breadth import others, repeated
+from tests.passes import test_ragged as short
 
 test_packed_sequences_are_as_each_by_itself = repeated(
     short.test_packed_sequences_are_as_each_by_itself,

@@ -1,6 +1,6 @@
-"""Recipes that tests/test_recipes.py leaves out."""
+"""Recipes that tests/cli/test_recipes.py leaves out."""
 
-from tests import test_recipes as short
+from tests.cli import test_recipes as short
 from tests.helpers.breadth import repeated
 
 test_a_recipes_kv_cache_gives_way_to_latent_vectors = repeated(

@@ -1,7 +1,7 @@
-"""Sampling with the parameters that tests/test_sampling.py leaves out, and with more samples."""
+"""Sampling with the parameters that tests/sampling/test_sampling.py leaves out, and with more samples."""
 
-from tests import test_sampling as short
 from tests.helpers.breadth import others, repeated
+from tests.sampling import test_sampling as short
 
 test_draws_are_those_of_the_reference = repeated(
     short.test_draws_are_those_of_the_reference, ("filters", "vocab"), others(short.EACH, short.SOME), ids=str

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.test_scheduler import check_traffic
+from tests.scheduler.test_scheduler import check_traffic
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

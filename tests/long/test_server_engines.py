@@ -1,7 +1,7 @@
-"""Engines that are closed, without what tests/test_server_engines.py has them keep."""
+"""Engines that are closed, without what tests/server/test_engines.py has them keep."""
 
-from tests import test_server_engines as short
 from tests.helpers.breadth import repeated
+from tests.server import test_engines as short
 
 folder = short.folder
 

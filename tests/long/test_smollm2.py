@@ -1,7 +1,7 @@
-"""A real model against transformers in the formats that tests/test_smollm2.py leaves out."""
+"""A real model against transformers in the formats that tests/build/test_smollm2.py leaves out."""
 
-from tests import test_smollm2 as short
 from tests import tolerances
+from tests.build import test_smollm2 as short
 from tests.helpers.breadth import others, repeated
 
 bf16_logits, model, reference, tokenizer = short.bf16_logits, short.model, short.reference, short.tokenizer

@@ -6,12 +6,12 @@ from enginewright import _cpu
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.speculation import methods
-from tests import test_speculation as short
 from tests.helpers.breadth import others, repeated
 from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_same
-from tests.test_heads import HEADS, head_of
-from tests.test_heads import engine_of as engine_with_head
-from tests.test_speculation import engine_of
+from tests.speculation import test_speculation as short
+from tests.speculation.test_heads import HEADS, head_of
+from tests.speculation.test_heads import engine_of as engine_with_head
+from tests.speculation.test_speculation import engine_of
 
 REQUESTS = 200
 

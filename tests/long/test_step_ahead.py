@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from enginewright.runtime.engine import Engine
-from tests import test_step_ahead as short
+from tests.core import test_step_ahead as short
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,94 @@
+"""CudaDevice's calls through cuda-bindings itself: an engine on a driver of ours, which checks calls and emulates."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginewright import LLM, SamplingParams
+from enginewright.builder import build
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.cuda import Instance, compile_each
+from enginewright.plugins.kernel import Specialization
+from enginewright.runtime.engine import Engine
+from tests.emulator.kernels import compiled_library
+from tests.helpers.graphs import checkpoint_of, random_tokens
+
+ROOT = Path(__file__).parents[2]
+TOKENS = 4  # of an answer
+LIMITS = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 8}  # steps that take few kernels
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with libcuda.so.1: of a GPU like an H200."""
+    folder, compiler = tmp_path_factory.mktemp("driver"), shutil.which("g++")
+    assert compiler is not None, "g++ compiles the driver; there is none"
+    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([compiler, *options, "-o", folder / "libcuda.so.1", ROOT / "tests/emulator/driver.cpp"], check=True)
+    return folder
+
+
+def said(module: str, driver: Path, kernels: Path, given: object, **more: str) -> dict[str, Any]:
+    """Output of a module in a process whose libcuda.so.1 is our driver, which emulates these kernels."""
+    paths = {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        cwd=ROOT,
+        env={**os.environ, **paths, "DRIVER_KERNELS": str(kernels), **more},
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_tests_of_kernels_launch_them_on_a_gpu(driver: Path, tmp_path: Path) -> None:
+    """Arrays go there as wholes, and come back; views of them stay views."""
+    source, expression, threads = "roofline.cuh", "read_rows<ReadRows{.lines = 1}>", 256
+    instance = Instance(source, expression)
+    symbol = compile_each([("sm_90a", instance)])["sm_90a", instance].symbol  # from now on it is in the cache
+    (tmp_path / "kernels").write_text(f"{symbol} {compiled_library(((source, expression),), 80)} 3\n")
+    on_gpu = {"ENGINEWRIGHT_TEST_DEVICE": "cuda"}
+    found = said(
+        "tests.emulator.kernel_on_driver", driver, tmp_path / "kernels", [source, expression, threads], **on_gpu
+    )
+    lines = np.arange(4 * threads, 8 * threads).reshape(threads, 4)
+    assert found == {"by": "GpuKernels", "sums": [*lines.sum(1).tolist(), 77]}
+
+
+def test_an_engine_asks_the_driver_for_what_it_may(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes to the GPU by itself, runs in a thread, with graphs, keeps blocks on disk by another thread, and gives
+    everything back, also when refused.
+    """
+    kernels: dict[str, Specialization] = {}
+    sections = build.code_sections
+    monkeypatch.setattr(build, "code_sections", lambda some, targets: kernels.update(some) or sections(some, targets))
+    config = BuildConfig(quant=quant_config("bf16"), targets=("cpu", "cuda:sm_90a"), gate=None)
+    path, emulated = tmp_path / "both.engine", tmp_path / "kernels"
+    build_engine(checkpoint_of("llama"), config, path)
+    with Engine.open(path, "cuda") as engine, emulated.open("w") as lines:
+        symbols = {name: launch.symbol for name, launch in engine.code((9, 0)).launches.items()}
+        for launch in {launch.kernel: launch for launch in engine.plan.launches()}.values():
+            runs = launch.low <= LIMITS["max_num_batched_tokens"]
+            library = compiled_library((kernels[launch.kernel][:2],), 80) if runs else "none"
+            lines.write(f"{symbols[launch.kernel]} {library} {1 + len(launch.arguments)}\n")
+    prompts = [random_tokens(count, seed=count).tolist() for count in (36, 3, 1, 9)]
+    given = [str(path), prompts, TOKENS, LIMITS, str(tmp_path / "kv")]
+    found = said("tests.emulator.engine_on_driver", driver, emulated, given)
+    with LLM(path, device="cpu", **LIMITS) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
+    expected = [output.outputs[0].token_ids for output in outputs]
+    why, left = found.pop("refused")
+    assert why.startswith("the KV cache of one sequence of 96 positions takes") and left == 0
+    assert found == {"on": "sm_90", "answers": [expected] * 2, "restored": [0, 32], "left": 0}

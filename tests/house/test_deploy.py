@@ -1,0 +1,206 @@
+"""Files that operators copy from deploy/: their options and metrics exist, and their templates render correctly."""
+
+import configparser
+import json
+import os
+import re
+import shlex
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from enginewright.cli import main
+from tests.helpers.serving import Running, port_of, process, running
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CHART = DEPLOY / "helm"
+
+
+def unit() -> Mapping[str, str]:
+    parser = configparser.ConfigParser(strict=False, delimiters="=", interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(DEPLOY / "systemd/enginewright.service")
+    assert parser.sections() == ["Unit", "Service", "Install"]
+    return parser["Service"]
+
+
+def render(name: str, **values: Any) -> Any:
+    """A template of the chart, for the few forms that ours have."""
+    known = yaml.safe_load((CHART / "values.yaml").read_text()) | values
+
+    def value(path: str) -> Any:
+        found: Any = known
+        for key in path.split("."):
+            found = found[key]  # a value that the chart does not have is an error
+        return found
+
+    def inline(match: re.Match[str]) -> str:
+        text = match[1].strip()
+        if text == ".Release.Name":
+            return "release"
+        if found := re.fullmatch(r"\.Values\.([\w.]+)( \| quote)?", text):
+            return json.dumps(str(value(found[1])) if found[2] else value(found[1]))
+        if found := re.fullmatch(r"toJson \.Values\.([\w.]+)", text):
+            return json.dumps(value(found[1]))
+        found = re.fullmatch(r"add \.Values\.([\w.]+) (\d+)", text)
+        assert found, text
+        return str(value(found[1]) + int(found[2]))
+
+    lines: list[str] = []
+    blocks: list[bool] = []
+    repeated: list[Any] | None = None
+    for line in (CHART / "templates" / name).read_text().splitlines():
+        if found := re.fullmatch(r" *\{\{- (if|if not|range) \.Values\.([\w.]+) \}\}", line):
+            kind, given = found[1], value(found[2])
+            repeated = given if kind == "range" else repeated
+            blocks.append(bool(given) != (kind == "if not"))
+        elif re.fullmatch(r" *\{\{- end \}\}", line):
+            blocks.pop()
+            repeated = None
+        elif all(blocks):
+            if repeated is not None:
+                lines += [line.replace("{{ . | quote }}", json.dumps(str(item))) for item in repeated]
+            else:
+                lines.append(re.sub(r"\{\{(.*?)\}\}", inline, line))
+    assert not blocks
+    return yaml.safe_load("\n".join(lines))
+
+
+def container(**values: Any) -> Any:
+    (found,) = render("deployment.yaml", **values)["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def steps() -> list[dict[str, Any]]:
+    action = yaml.safe_load((DEPLOY / "github/action.yml").read_text())
+    assert action["runs"]["using"] == "composite"
+    inputs = set(re.findall(r"(?:\$\{\{|if:) inputs\.(\w+)", (DEPLOY / "github/action.yml").read_text()))
+    assert inputs == set(action["inputs"])
+    found: list[dict[str, Any]] = action["runs"]["steps"]
+    return found
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command line of `engine` in deploy/, without the program's name."""
+    yield "systemd", shlex.split(unit()["ExecStart"])[1:]
+    dockerfile = (DEPLOY / "docker/Dockerfile").read_text()
+    assert json.loads(re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)[-1]) == ["engine"]
+    yield "docker", json.loads(re.findall(r"^CMD (.*)$", dockerfile, re.MULTILINE)[-1])
+    yield "compose", yaml.safe_load((DEPLOY / "docker/compose.yaml").read_text())["services"]["engine"]["command"]
+    yield "helm", container()["args"]
+    for step in steps():
+        for line in step.get("run", "").splitlines():
+            if line.startswith("engine "):
+                words = {"$MODEL": "model", "$QUANT": "w8a8", "$GATE": "full"}
+                given = shlex.split(line.split(" > ")[0])[1:]
+                yield f"github: {given[0]}", [words.get(word, word) for word in given]
+
+
+def parse(arguments: list[str]) -> click.Context:
+    with click.Context(main, info_name="engine") as context:
+        here = [word.replace("/srv/engines", "m").replace("/engines", "m") for word in arguments]  # paths have to exist
+        name, command, rest = main.resolve_command(context, here)
+        assert command is not None
+        return command.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("arguments", [pytest.param(words, id=name) for name, words in commands()])
+def test_options_exist(arguments: list[str]) -> None:
+    parse(arguments)
+
+
+def test_an_option_that_does_not_exist_is_found() -> None:
+    with pytest.raises(click.NoSuchOption, match="--no-such-option"):
+        parse([*container(extraArgs=["--no-such-option"])["args"]])
+
+
+def test_all_commands_are_looked_at() -> None:
+    assert [name for name, _ in commands()][:4] == ["systemd", "docker", "compose", "helm"]
+    assert {words[0] for name, words in commands() if name.startswith("github")} == {
+        "build",
+        "verify",
+        "inspect",
+        "rebuild",
+        "sign",
+    }
+
+
+def test_servers_may_drain_before_they_are_killed() -> None:
+    def drain(arguments: list[str]) -> float:
+        return float(parse(arguments).params["drain_seconds"])
+
+    of = dict(commands())
+    assert drain(of["systemd"]) < float(unit()["TimeoutStopSec"])
+    service = yaml.safe_load((DEPLOY / "docker/compose.yaml").read_text())["services"]["engine"]
+    assert drain(of["compose"]) < float(service["stop_grace_period"].removesuffix("s"))
+    pod = render("deployment.yaml", drainSeconds=300)["spec"]["template"]["spec"]
+    assert drain(pod["containers"][0]["args"]) == 300 < pod["terminationGracePeriodSeconds"]
+
+
+def test_nothing_runs_as_root() -> None:
+    assert re.search(r"^USER 65532:65532$", (DEPLOY / "docker/Dockerfile").read_text(), re.MULTILINE)
+    assert unit()["DynamicUser"] == unit()["NoNewPrivileges"] == "yes" and unit()["CapabilityBoundingSet"] == ""
+    pod = render("deployment.yaml")["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] and container()["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_chart() -> None:
+    deployment, service = render("deployment.yaml", port=9000), render("service.yaml", port=9000)
+    assert deployment["spec"]["replicas"] == 1
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
+    assert container(port=9000)["ports"] == [{"name": "http", "containerPort": 9000}]
+    assert "env" not in container()
+    assert container(apiKeySecret="keys")["env"][0]["valueFrom"]["secretKeyRef"]["name"] == "keys"
+    scaled = {"enabled": True, "minReplicas": 2, "maxReplicas": 8, "waitingPerReplica": 4}
+    assert render("autoscaler.yaml") is None
+    assert render("autoscaler.yaml", autoscaling=scaled)["spec"]["maxReplicas"] == 8
+    assert "replicas" not in render("deployment.yaml", autoscaling=scaled)["spec"]
+
+
+def expressions() -> list[str]:
+    """PromQL of the dashboard, the alerts and the autoscaler."""
+    dashboard = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    found += [one["query"] for one in dashboard["templating"]["list"]]
+    (group,) = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
+    found += [rule["expr"] for rule in group["rules"]]
+    return [*found, (CHART / "templates/autoscaler.yaml").read_text()]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as opened:
+        yield opened
+
+
+def test_metrics_exist(server: Running) -> None:
+    server.ask("GET", "/nothing")
+    there = set(re.findall(r"^([a-z_]\w*)[{ ]", server.ask("GET", "/metrics").body.decode(), re.MULTILINE))
+    wanted = {name for text in expressions() for name in re.findall(r"\b(?:enginewright|process)_\w+", text)}
+    assert len(wanted) > 20 and wanted <= there, wanted - there
+
+
+def test_prometheus_reads_the_alerts() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    assert all((DEPLOY / "prometheus" / name).is_file() for name in config["rule_files"])
+    assert [one["job_name"] for one in config["scrape_configs"]] == ["enginewright"]
+
+
+def test_systemd_hears_when_it_is_ready_and_when_it_ends(tmp_path: Path) -> None:
+    assert unit()["Type"] == "notify"
+    address = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(address))
+        listener.settimeout(30)
+        with process(before=f"import os; os.environ['NOTIFY_SOCKET'] = {os.fspath(address)!r}\n") as opened:
+            port_of(opened)
+            assert listener.recv(100) == b"READY=1"
+            opened.terminate()
+            assert listener.recv(100) == b"STOPPING=1"
+            assert opened.wait(30) == 0
