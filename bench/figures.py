@@ -149,7 +149,7 @@ class ServeFigures:
     tpot_ms: Distribution | None  # time per output token after the first
     gap_ms: Distribution | None  # time between consecutive pieces
     e2e_ms: Distribution | None  # time from the sending to the end
-    behind_ms: Distribution | None  # delay of sending, caused by the limit on concurrency or by the client
+    send_delay_ms: Distribution | None  # delay of sending, caused by the limit on concurrency or by the client
     errors: dict[str, ErrorKind]  # kind → failures
     good: int | None  # completions that met the limits of goodput; None without limits
     good_requests_per_s: float | None  # good completions in a second
@@ -186,7 +186,7 @@ def serve_figures(answers: Sequence[RequestRecord], goodput: Goodput | None = No
         tpot_ms=Distribution.of_seconds(answer.tpot_s for answer in done if answer.tpot_s is not None),
         gap_ms=Distribution.of_seconds(gap for answer in done for gap in answer.gaps_s),
         e2e_ms=Distribution.of_seconds(answer.e2e_s for answer in done),
-        behind_ms=Distribution.of_seconds(answer.sent_s - answer.due_s for answer in answers),
+        send_delay_ms=Distribution.of_seconds(answer.sent_s - answer.due_s for answer in answers),
         errors=_errors(failures),
         good=good,
         good_requests_per_s=None if good is None else good / seconds,

@@ -53,8 +53,8 @@ class Round:
     generated_tokens: int  # tokens of completions
     steps: int  # steps of the engine
     preemptions: int  # preempted sequences
-    guessed_steps: int = 0  # sequences, summed over steps, that had draft tokens
-    guessed_tokens: int = 0  # draft tokens that were verified
+    draft_steps: int = 0  # sequences, summed over steps, that had draft tokens
+    draft_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were accepted
 
     @property
@@ -106,7 +106,7 @@ class OfflineReport:
     @property
     def mean_length(self) -> float | None:
         """Mean number of tokens of a sequence by a step with draft tokens; None if there were none."""
-        steps = sum(entry.guessed_steps for entry in self.rounds)
+        steps = sum(entry.draft_steps for entry in self.rounds)
         return 1 + sum(entry.accepted_tokens for entry in self.rounds) / steps if steps else None
 
     @property
@@ -277,7 +277,7 @@ def _speculation_fields(before: SpeculationStats | None, after: SpeculationStats
     if before is None or after is None:
         return {}
     return {
-        "guessed_steps": after.num_drafts - before.num_drafts,
-        "guessed_tokens": sum(after.guessed) - sum(before.guessed),
+        "draft_steps": after.num_drafts - before.num_drafts,
+        "draft_tokens": sum(after.drafted) - sum(before.drafted),
         "accepted_tokens": sum(after.accepted) - sum(before.accepted),
     }

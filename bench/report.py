@@ -42,12 +42,12 @@ def describe_offline(report: OfflineReport) -> str:
 def _speculation(report: OfflineReport) -> Iterable[str]:
     """Formats the acceptance of draft tokens, and the gain from them."""
     if report.mean_length is not None:
-        guessed, accepted = (
-            sum(getattr(entry, f"{kind}_tokens") for entry in report.rounds) for kind in ("guessed", "accepted")
+        drafted, accepted = (
+            sum(getattr(entry, f"{kind}_tokens") for entry in report.rounds) for kind in ("draft", "accepted")
         )
         yield _row(
             "draft tokens",
-            f"{accepted:,} of {guessed:,} accepted: {report.mean_length:.2f} tokens by a step with some",
+            f"{accepted:,} of {drafted:,} accepted: {report.mean_length:.2f} tokens by a step with some",
         )
     comparison = report.comparison
     if comparison is not None:
@@ -91,7 +91,7 @@ def describe_serve(report: ServeReport) -> str:
         "completion (E2E)": figures.e2e_ms,
     }
     if config.request_rate < float("inf"):
-        table["sent too late"] = figures.behind_ms
+        table["sent too late"] = figures.send_delay_ms
     return "\n".join([*lines, "", *_latencies(table), *_notes(figures)])
 
 

@@ -61,7 +61,7 @@ def stats_of(llm: LLM) -> SpeculationStats:
 
 def lengths(before: SpeculationStats, after: SpeculationStats, num_tokens: int) -> str:
     """Describes how many draft tokens were accepted for `num_tokens` tokens of answers."""
-    drafted = np.subtract(after.guessed, before.guessed)
+    drafted = np.subtract(after.drafted, before.drafted)
     accepted = np.subtract(after.accepted, before.accepted)
     drafts = after.num_drafts - before.num_drafts
     rates = " ".join(f"{right / all_:.2f}" for right, all_ in zip(accepted, drafted, strict=True) if all_)
@@ -91,11 +91,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     limits = {"max_num_seqs": max(options.batch), "max_model_len": 1024, "kv_cache_memory": "1g"}
-    guessing = {"speculate": options.speculate, "speculate_tokens": options.speculate_tokens}
+    drafting = {"speculate": options.speculate, "speculate_tokens": options.speculate_tokens}
     with (
         Engine.open(options.engine) as engine,
         LLM(engine, **limits, speculate="off") as off,
-        LLM(engine, **limits, **guessing) as on,
+        LLM(engine, **limits, **drafting) as on,
     ):
         for batch in options.batch:
             for task in options.tasks:

@@ -143,8 +143,8 @@ def main() -> None:
         seconds: dict[str, list[list[float]]] = {name: [] for name in engines}
         for number in range(1 + options.rounds):
             for name, runs in engines.items():
-                without, guessing = runs.values()
-                taken = [without(), guessing()] if number % 2 else [guessing(), without()][::-1]
+                without, drafting = runs.values()
+                taken = [without(), drafting()] if number % 2 else [drafting(), without()][::-1]
                 if number:  # the first round warms up
                     seconds[name].append(taken)
                 print(f"round {number}, {name}: {taken[0]:.2f} s, with a draft {taken[1]:.2f} s", file=sys.stderr)

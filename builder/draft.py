@@ -16,7 +16,7 @@ from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
 from enginewright.builder.checkpoint.head import HeadFolder, find_head
 from enginewright.builder.checkpoint.hub import CheckConfig
-from enginewright.builder.heads.base import GuessedModel, HeadGraph, no_head
+from enginewright.builder.heads.base import HeadGraph, TargetModel, no_head
 from enginewright.builder.heads.eagle import build_eagle
 from enginewright.builder.heads.medusa import build_medusa
 from enginewright.builder.lower import Lowered, Weight, lower, pack_rows
@@ -147,7 +147,7 @@ def add_draft(target: Assembly, draft: Draft, progress: Progress, calibration: C
         if not all(plan.generates for plan in target.plans.values()):
             raise no_head(draft.name, name, "that writes no text")
         progress.phase(PHASE)
-        model = GuessedModel.of(name, target.checkpoint.config, target.dense, target.max_seq_len)
+        model = TargetModel.of(name, target.checkpoint.config, target.dense, target.max_seq_len)
         return with_head(target, draft.role, HEADS[draft.role](draft, model), {"name": draft.name})
     dump = target.config.dump_graphs
     config = replace(target.config.for_draft, dump_graphs=dump / DRAFT if dump else None)

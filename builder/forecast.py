@@ -13,7 +13,7 @@ from enginewright.builder.assembly import (
     assemble,
     check_quant,
 )
-from enginewright.builder.calibration import foresee_samples
+from enginewright.builder.calibration import samples_without_data
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.gguf.file import GgufCheckpoint
 from enginewright.builder.cuda.compile import check_compilers
@@ -88,7 +88,7 @@ def forecast(
     check_quant(checkpoint, config)
     if config.report is not None:
         raise UsageError("--dry-run writes nothing", "and --report does", "Leave one of them out.")
-    samples = foresee_samples(checkpoint, config)
+    samples = samples_without_data(checkpoint, config)
     assembly = assemble(checkpoint, config, progress)
     check_draft(checkpoint, draft, config)
     if draft is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from enginewright.errors import EngineError
-from enginewright.runtime.text.generation_config import fault_of
+from enginewright.runtime.text.generation_config import find_fault
 
 
 def check_generation_config(config: Mapping[str, Any], vocab_size: int) -> None:
@@ -19,7 +19,7 @@ def check_generation_config(config: Mapping[str, Any], vocab_size: int) -> None:
     Raises:
         EngineError: it cannot be used; the message names the key.
     """
-    fault = fault_of(config, vocab_size)
+    fault = find_fault(config, vocab_size)
     if fault is None:
         try:
             msgspec.json.encode(dict(config))

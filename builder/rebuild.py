@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from enginewright import __version__
 from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.build import build_engine
-from enginewright.builder.calibration import foresee_samples
+from enginewright.builder.calibration import samples_without_data
 from enginewright.builder.calibration.data import is_remote
 from enginewright.builder.calibration.samples import ITSELF
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
@@ -259,7 +259,7 @@ def _with_calibration(
         raise UsageError("the calibration data was not found", why, "Name it with --calib-data.")
     for size in (recorded["samples"], None):  # the file may have had fewer texts than requested
         tried = replace(config, calib_data=calib_data, calib_size=size)
-        if is_remote(calib_data) or foresee_samples(checkpoint, tried) == recorded | {"source": calib_data}:
+        if is_remote(calib_data) or samples_without_data(checkpoint, tried) == recorded | {"source": calib_data}:
             return tried
     what = f"{calib_data} is not what the engine was calibrated on"
     raise UsageError(what, "its texts have changed", "Name it as it was then with --calib-data.")

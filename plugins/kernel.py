@@ -18,7 +18,7 @@ class KernelBinding:
     # Role of each input and output of the node, in order; "" for one that the kernel does not have (a cache as an
     # output is the cache that went in).
     inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # as `inputs`
     attributes: tuple[str, ...] = ()  # attributes of the node that the kernel has, too
     # role of an output → index of the input whose memory it may use
     in_place: Mapping[str, int] = field(default_factory=dict)

@@ -26,7 +26,7 @@ class Plugin:
     # Names in order. An input whose name ends in "?" may be absent. An output whose name ends in "?" is the scale of
     # codes, and exists if the attribute `to` is one of CODES.
     inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # as `inputs`
     attributes: Mapping[str, type]  # name → type; every attribute is always written
     # Writes the node in standard ops and returns the values that replace its outputs: a function, so that it may depend
     # on optional inputs and attributes.

@@ -12,7 +12,7 @@ BYTES = ("kv_cache_memory", "kv_cache_disk", "grammar_memory")
 FLAGS = ("enable_prefix_caching", "mmap")  # limits that are True or False
 SPECULATE = ("off", NGRAM, *ROLES)
 MIN_GRAMMAR_MEMORY = 64 << 20  # bytes; one grammar usually takes 4 MiB, and may take a sixteenth of the memory
-MAX_GUESSES = 32  # maximum number of draft tokens of a sequence in a step
+MAX_DRAFT_TOKENS = 32  # maximum number of draft tokens of a sequence in a step
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class RuntimeConfig:
                 _check_limit(name, value)
         if self.speculate not in (None, *SPECULATE):
             raise UsageError(f"speculate is {shorten(self.speculate)}", f"it must be one of {', '.join(SPECULATE)}")
-        if self.speculate_tokens > MAX_GUESSES:
-            raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_GUESSES} or less")
+        if self.speculate_tokens > MAX_DRAFT_TOKENS:
+            raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_DRAFT_TOKENS} or less")
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
             raise UsageError("kv_events_replay and kv_events_topic need kv_events", "no events are sent without it")
         if self.grammar_memory < MIN_GRAMMAR_MEMORY:
@@ -68,7 +68,7 @@ class RuntimeConfig:
             raise UsageError("kv_cache_dir needs kv_cache_disk", "nothing is kept on disk without it")
 
     @property
-    def guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens of a sequence in a step; 0 without speculation."""
         return 0 if self.speculate in (None, "off") else self.speculate_tokens
 

@@ -18,7 +18,7 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, UsageError
 from enginewright.manifest import WEIGHTS, Manifest, SectionForm, plan_section
 from enginewright.plan import Plan
-from enginewright.runtime.text.generation_config import fault_of
+from enginewright.runtime.text.generation_config import find_fault
 from enginewright.runtime.text.tokenizer import Tokenizer
 from enginewright.targets import CPU, TARGETS, architectures, choose_code, platforms_of
 
@@ -98,13 +98,13 @@ class Engine:
         """Bytes of the weights of all its models, as they are stored and mapped."""
         return sum(form.nbytes for name, form in self.file.sections.items() if name.startswith(WEIGHTS))
 
-    def bytes_of_plan(self, without: Container[str] = ()) -> int:
+    def plan_weight_bytes(self, without: Container[str] = ()) -> int:
         """Bytes of the weights that this plan reads, except for the names in `without`."""
         return sum(self.weight(name)[1].nbytes for name in self.plan.weight_names() if name not in without)
 
-    def bytes_beside(self, weights: Collection[str]) -> int:
+    def missing_weight_bytes(self, weights: Collection[str]) -> int:
         """Bytes of the weights still to load when `weights` are loaded: all of the engine's if none are."""
-        return self.bytes_of_plan(without=weights) if weights else self.weight_bytes
+        return self.plan_weight_bytes(without=weights) if weights else self.weight_bytes
 
     def weight(self, name: str) -> tuple[memoryview, SectionForm]:
         """Finds a packed weight of the plan.
@@ -216,7 +216,7 @@ class Engine:
             CorruptEngineError: the section is no valid generation config.
         """
         config = self._json("generation_config.json")
-        if fault := fault_of(config, self.plan.vocab_size):
+        if fault := find_fault(config, self.plan.vocab_size):
             raise self._unusable("generation_config.json", fault)
         return config
 

@@ -125,7 +125,7 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def guesses_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def speculation_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes speculation pay on any machine: a token is worth more than the time to draft and to verify it."""
     monkeypatch.setattr(Speculator, "_worth", lambda *_: 1e9)
     monkeypatch.setattr(Speculator, "_is_read_for", lambda *_: True)

@@ -24,7 +24,7 @@ HYBRID_LOGITS = 1e-4
 
 # By how much the logits (about ±9) of an engine's draft token may fall short of the largest, in fp32: of those that
 # are nearly the same, BFLOAT16 chooses; at most 0.13. With the hidden states of one token before, it is 6.
-GUESS_LOGITS = 0.3
+DRAFT_LOGITS = 0.3
 
 # The same for a graph exported in fp16: 11 bits, so 5e-4 of a value at each of some thirty roundings; measured 6e-3.
 DENSE_LOGITS_FP16 = 2e-2

@@ -19,9 +19,9 @@ class Speculating:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size, scheduler.enable_prefix_caching = 1, False
         both: dict[str, Any] = {"scheduler_config": scheduler, **properties}
-        guessing = openvino_genai.draft_model(draft, "CPU", **properties)
+        drafting = openvino_genai.draft_model(draft, "CPU", **properties)
         self.plain = openvino_genai.LLMPipeline(model, "CPU", **both)
-        self.speculating = openvino_genai.LLMPipeline(model, "CPU", draft_model=guessing, **both)
+        self.speculating = openvino_genai.LLMPipeline(model, "CPU", draft_model=drafting, **both)
         self.draft_tokens = draft_tokens
 
     def generate(self, prompts: Prompts, tokens: int) -> Tokens:

@@ -210,6 +210,6 @@ class Measurement:
             "tokens": self.point.counted,
             "rooflines": [roofline.to_dict() for roofline in self.rooflines],
             "cores_taken_by_others": self.elsewhere,
-            "rounds_measured_anew": self.disturbed,
+            "rounds_measured_again": self.disturbed,
             "contestants": found,
         }

@@ -61,7 +61,7 @@ def _summary(found: dict[str, Any]) -> Iterator[str]:
     wins, losses = sum(value.least > 1 for value in found_ratios), sum(value.most < 1 for value in found_ratios)
     yield "## Wins and losses"
     yield ""
-    yield "Each build of this engine beside the fastest peer of its class, at each point:"
+    yield "Each build of this engine next to the fastest peer of its class, at each point:"
     neither = len(found_ratios) - wins - losses
     yield f"faster in every round {wins} times, slower in every round {losses} times, neither {neither} times."
     yield ""
@@ -104,8 +104,8 @@ def _speed(group: str, points: dict[str, Any], found: dict[str, Any]) -> Iterato
 
 def _notes(value: dict[str, Any]) -> Iterator[str]:
     """Yields the reasons why figures of a point are doubtful."""
-    if value.get("rounds_measured_anew"):
-        yield f"{value['rounds_measured_anew']} rounds were disturbed by other work, and measured anew"
+    if value.get("rounds_measured_again"):
+        yield f"{value['rounds_measured_again']} rounds were disturbed by other work, and measured again"
     yield from (note for note in _disturbed(value.get("cores_taken_by_others", [])) if note)
     for row in value.get("contestants", []):
         if row.get("idle_share_of_a_core", 0.0) > 0.02:

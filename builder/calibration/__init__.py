@@ -1,5 +1,5 @@
 """Calibration: token ids of a few texts, on which a method observes the activations of the layers."""
 
-from enginewright.builder.calibration.samples import Samples, calibrate, foresee_samples
+from enginewright.builder.calibration.samples import Samples, calibrate, samples_without_data
 
-__all__ = ["Samples", "calibrate", "foresee_samples"]
+__all__ = ["Samples", "calibrate", "samples_without_data"]

@@ -83,7 +83,7 @@ def calibrate(checkpoint: Checkpoint, config: BuildConfig, output: Path, progres
     return Samples(texts, None)
 
 
-def foresee_samples(checkpoint: Checkpoint, config: BuildConfig) -> dict[str, Any] | None:
+def samples_without_data(checkpoint: Checkpoint, config: BuildConfig) -> dict[str, Any] | None:
     """Predicts the samples, and finds errors of the data, without a download or an engine that writes texts.
 
     Args:

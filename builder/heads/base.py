@@ -27,7 +27,7 @@ class HeadGraph:
 
 
 @dataclass(frozen=True)
-class GuessedModel:
+class TargetModel:
     """The model that a head proposes draft tokens for."""
 
     name: str  # name
@@ -38,7 +38,7 @@ class GuessedModel:
     max_seq_len: int  # positions of its longest sequence
 
     @staticmethod
-    def of(name: str, config: Mapping[str, Any], dense: ir.Model, max_seq_len: int) -> "GuessedModel":
+    def of(name: str, config: Mapping[str, Any], dense: ir.Model, max_seq_len: int) -> "TargetModel":
         """Reads the facts from a model's graph.
 
         Args:
@@ -62,7 +62,7 @@ class GuessedModel:
         tables = [operand(node, 0) for node in tokens.consumers() if node.op_type == "Gather"]
         # some models have more tables, for their layers
         table = next(table for table in tables if width_of(table) == width)
-        return GuessedModel(name, str(text["model_type"]), len(ends), width, table, max_seq_len)
+        return TargetModel(name, str(text["model_type"]), len(ends), width, table, max_seq_len)
 
     def check_last_norm(self) -> None:
         """Refuses a model whose last norm includes a factor of the logits.

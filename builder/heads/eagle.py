@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from enginewright.builder.checkpoint.head import HeadFolder
 from enginewright.builder.config import MAX_TOKENS, ConfigReader
 from enginewright.builder.harmless_keys import Harmless
-from enginewright.builder.heads.base import GuessedModel, HeadGraph, no_head
+from enginewright.builder.heads.base import HeadGraph, TargetModel, no_head
 from enginewright.builder.models import llama
 from enginewright.builder.models.blocks import Attention, Embedding, GatedMlp, GraphWriter, Heads, Layer, RmsNorm
 from enginewright.builder.models.blocks.layers import read_layer_count
@@ -57,7 +57,7 @@ HARMLESS = {
 }
 
 
-def build_eagle(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
+def build_eagle(folder: HeadFolder, model: TargetModel) -> HeadGraph:
     """Builds the graph of the head; without an embedding of its own it uses the model's.
 
     Args:
@@ -135,7 +135,7 @@ def _check_kind(whole: ConfigReader, config: ConfigReader) -> None:
         raise config.unsupported(f"num_hidden_layers = {count}", "Heads of one layer are implemented.")
 
 
-def _read_layers(config: ConfigReader, folder: HeadFolder, model: GuessedModel) -> tuple[int, ...]:
+def _read_layers(config: ConfigReader, folder: HeadFolder, model: TargetModel) -> tuple[int, ...]:
     """Reads the number of layers after which each state is taken.
 
     vLLM and its speculators number the layers before which the states are, and take three by default. SpecForge and

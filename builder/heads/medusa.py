@@ -18,7 +18,7 @@ import onnx_ir as ir
 from enginewright.builder.checkpoint.head import HeadFolder
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.harmless_keys import Harmless
-from enginewright.builder.heads.base import GuessedModel, HeadGraph, no_head
+from enginewright.builder.heads.base import HeadGraph, TargetModel, no_head
 from enginewright.builder.models.blocks.experts import MAX_EXPERTS
 from enginewright.builder.models.blocks.graph import GraphWriter
 from enginewright.builder.tensors import Tensors
@@ -49,7 +49,7 @@ class _Names(NamedTuple):
     logits: str  # table for logits
 
 
-def build_medusa(folder: HeadFolder, model: GuessedModel) -> HeadGraph:
+def build_medusa(folder: HeadFolder, model: TargetModel) -> HeadGraph:
     """Builds the graph of all heads.
 
     Args:

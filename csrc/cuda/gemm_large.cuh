@@ -103,8 +103,8 @@ struct SharedWeights {
   DEVICE int block(int unit) const { return 2 * (first_unit + unit) + lane() / 16; }
   DEVICE int row() const { return lane() / 4 % 4 * 4; }
   DEVICE Words4 load(int unit, int index) const { return line(unit, 4 * index, lane() % 4); }
-  DEVICE Words4 line(int unit, int first, int behind) const {  // first: a multiple of 4
-    return load16(stage + (block(unit) * Of::LINES + first) * LINE_BYTES + K::place(behind, row() / 4));
+  DEVICE Words4 line(int unit, int first, int place) const {  // first: a multiple of 4
+    return load16(stage + (block(unit) * Of::LINES + first) * LINE_BYTES + K::place(place, row() / 4));
   }
   DEVICE const uint8_t* scales(int unit, int run) const {
     int at = (block(unit) * Of::RUNS + run) * K::SCALES + row() * Of::GROUP_SCALE_BYTES;

@@ -83,7 +83,7 @@ class Collector:
             finished=self.finished,
             num_cached_tokens=request.num_cached_tokens,
             metrics=request.metrics,
-            num_guessed_tokens=request.num_guessed_tokens,
+            num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
             prompt_logprobs=prompt_logprobs,
         )

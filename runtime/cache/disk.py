@@ -286,7 +286,7 @@ class DiskStore:
         digest, content = data[:HASH_BYTES], data[HASH_BYTES:]
         if len(data) != size or digest != self._digest(path, content):
             self._read_failures += 1
-            logger.warning("a block of the KV cache in %s is damaged, and is computed anew", self._folder)
+            logger.warning("a block of the KV cache in %s is damaged, and is computed again", self._folder)
             return None
         return content
 

@@ -142,11 +142,11 @@ class PagedBlocks(CacheKind[BlockTable]):
     def truncate(self, held: BlockTable, computed: int, length: int, keys: Sequence[bytes], copies: Copies) -> None:
         pool = self.pool
         full, partial = divmod(length, self._block_size)
-        behind = set(held.blocks[full:])
+        after = set(held.blocks[full:])
         for block, tag in held.pending:
-            if block in behind:
+            if block in after:
                 pool.forget(block, tag)
-        held.pending = [(block, tag) for block, tag in held.pending if block not in behind]
+        held.pending = [(block, tag) for block, tag in held.pending if block not in after]
         held.num_tagged = min(held.num_tagged, full)
         if partial and full < len(held.blocks):
             pool.overwrite(held.blocks[full])

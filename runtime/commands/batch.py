@@ -332,7 +332,7 @@ def _openai_response(llm: LLM, work: _Work, results: Sequence[RequestOutput]) ->
         prompt_tokens=sum(len(result.prompt_token_ids) for result in results),
         completion_tokens=sum(len(output.token_ids) for output in outputs),
         cached_tokens=sum(result.num_cached_tokens for result in results),
-        draft_tokens=sum(result.num_guessed_tokens for result in results),
+        draft_tokens=sum(result.num_draft_tokens for result in results),
         accepted_tokens=sum(result.num_accepted_tokens for result in results),
     )
     choices: list[Choice] = []

@@ -117,7 +117,7 @@ def _role(engine: Engine, config: RuntimeConfig) -> dict[str, Any]:
         "vocab_size": plan.vocab_size,
         "max_seq_len": plan.max_seq_len,
         "steps": len(plan.calls),
-        "weight_bytes": engine.bytes_of_plan(),
+        "weight_bytes": engine.plan_weight_bytes(),
         "arena_bytes": plan_memory(plan, config).arena_bytes,
         "kv_bytes_per_token": plan.kv_bytes_per_token(),
         "state_bytes_per_sequence": plan.state_bytes_per_sequence(),

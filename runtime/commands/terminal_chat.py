@@ -77,7 +77,7 @@ def without_thinking(tokenizer: Tokenizer, names: Mapping[str, Any]) -> dict[str
     Raises:
         UsageError: the template has no such variable, or the other variables contradict it.
     """
-    if not tokenizer.template_names("enable_thinking"):
+    if not tokenizer.template_reads("enable_thinking"):
         raise UsageError("--no-thinking has no effect", "the model's chat template has no variable enable_thinking")
     if names.get("enable_thinking", False) is not False:
         raise UsageError("--no-thinking and --chat-template-kwargs set different values of enable_thinking")

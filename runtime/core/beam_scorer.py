@@ -82,9 +82,9 @@ class BeamScorer:
         return [(beam, "stop" if self._ends_with(beam) else "length") for beam in self._whole]
 
     def _grown(self, sampled: Sequence[SampledToken]) -> Iterator[Beam]:
-        for parent, (beam, behind) in enumerate(zip(self.beams, sampled, strict=True)):
-            for token, logprob in behind.top_logprobs:
-                named = SampledToken(token, logprob, behind.top_logprobs)
+        for parent, (beam, next_row) in enumerate(zip(self.beams, sampled, strict=True)):
+            for token, logprob in next_row.top_logprobs:
+                named = SampledToken(token, logprob, next_row.top_logprobs)
                 yield Beam((*beam.tokens, named), beam.logprob + logprob, parent)
 
     def _ends_with(self, beam: Beam) -> bool:

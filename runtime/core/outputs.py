@@ -114,7 +114,7 @@ class RequestOutput:
     finished: bool  # true if all choices are complete
     num_cached_tokens: int  # number of prompt tokens that were in the prefix cache
     metrics: RequestMetrics  # times of the request
-    num_guessed_tokens: int = 0  # number of draft tokens that were verified
+    num_draft_tokens: int = 0  # number of draft tokens that were verified
     num_accepted_tokens: int = 0  # number of these that were accepted
     # for each prompt token as in CompletionOutput, None for the first; None if not requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -137,8 +137,8 @@ def _to_dict(output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
         "first_token_s": output.metrics.first_token_s,
         "total_s": output.metrics.total_s,
     }
-    if output.num_guessed_tokens:
-        fields |= {name: getattr(output, name) for name in ("num_guessed_tokens", "num_accepted_tokens")}
+    if output.num_draft_tokens:
+        fields |= {name: getattr(output, name) for name in ("num_draft_tokens", "num_accepted_tokens")}
     if choice.logprobs is not None:
         fields["logprobs"] = [
             {"token_id": token, "logprob": named[token].logprob, "top": _top(named)}

@@ -119,9 +119,9 @@ def encode_prompt(
     if isinstance(prompt, Conversation):
         shown: Sequence[Mapping[str, Any]] = shown_messages(prompt.messages)
         turn, names, tools = prompt.add_generation_prompt, prompt.template_kwargs, prompt.tools
-        if not tokenizer.template_names("tool"):
+        if not tokenizer.template_reads("tool"):
             shown = calls_as_text(shown)
-        if tools and prompt.tools_are_described and not tokenizer.template_names("tools"):
+        if tools and prompt.tools_are_described and not tokenizer.template_reads("tools"):
             shown, tools = describe_tools(shown, tools), ()
         text = tokenizer.render_chat(shown, add_generation_prompt=turn, template_kwargs=names, tools=tools)
         return _encode(text, tokenizer, max_model_len, add_special_tokens=False)  # the template has added them

@@ -48,9 +48,9 @@ class Request:
         return self.completions[0].sequence.num_cached_tokens or 0
 
     @property
-    def num_guessed_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Number of draft tokens of its completions that were verified."""
-        return sum(completion.sequence.num_guessed for completion in self.completions)
+        return sum(completion.sequence.num_verified for completion in self.completions)
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -20,7 +20,7 @@ from enginewright.runtime.step.dims import StepCounter
 FREE_SHARE = 0.5  # share of the memory left by weights and arena that the KV cache gets by default
 # Number of rows of logits up to which draft tokens get rows of their own. A step of more tokens is bound by operations
 # instead of by reading the weights, so draft tokens save nothing.
-GUESSED_ROWS = 64
+MAX_VERIFIED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
     tokens = min(config.max_num_batched_tokens, config.max_num_seqs * length)
     if plan.whole_texts:
         tokens = max(tokens, length)
-    guessed_rows = min(config.max_num_seqs * (1 + config.guesses), GUESSED_ROWS)
-    rows = max(config.max_logit_rows or guessed_rows, config.max_num_seqs)
+    verified_rows = min(config.max_num_seqs * (1 + config.max_draft_tokens), MAX_VERIFIED_ROWS)
+    rows = max(config.max_logit_rows or verified_rows, config.max_num_seqs)
     counter = StepCounter(plan.dims, plan.caches)
     return length, counter.sizes(max(tokens, config.max_num_seqs), config.max_num_seqs, rows, length)
 

@@ -182,13 +182,13 @@ class SamplingRequest:
         """Biases of logits at the next position, an array of TOKEN_BIAS with at most one entry for each token."""
         return self._rules.biases_at_first if self.position < self._may_end_at else self._rules.biases
 
-    def rows_after(self, guesses: Sequence[int]) -> "list[RowAfterDraft]":
+    def rows_after(self, draft_tokens: Sequence[int]) -> "list[RowAfterDraft]":
         """Makes the requests of the rows after the first draft token, the first two, and so on."""
-        return [RowAfterDraft(self, guesses[: place + 1]) for place in range(len(guesses))]
+        return [RowAfterDraft(self, draft_tokens[: place + 1]) for place in range(len(draft_tokens))]
 
-    def history_after(self, guesses: Sequence[int]) -> npt.NDArray[np.void]:
+    def history_after(self, draft_tokens: Sequence[int]) -> npt.NDArray[np.void]:
         """`history` as it would be after these draft tokens."""
-        return NO_HISTORY if self._history is None else self._history.after(guesses)
+        return NO_HISTORY if self._history is None else self._history.after(draft_tokens)
 
     def biases_after(self, count: int) -> npt.NDArray[np.void]:
         """`biases` as they would be after `count` more tokens."""
@@ -207,20 +207,20 @@ class SamplingRequest:
         """Makes the request of a row that scores this token of the prompt."""
         return PromptToken(token, self.params.prompt_logprobs or 0, self.vocab_size)
 
-    def allow(self, mask: Mask, behind: Sequence[int] = ()) -> None:
+    def allow(self, mask: Mask, after: Sequence[int] = ()) -> None:
         """Writes the mask of tokens that may come next, or after draft tokens.
 
         With a grammar, `Grammar.wait` has to have returned True for it.
 
         Args:
             mask: words to write, uint32 [num_words(vocab_size)].
-            behind: draft tokens before the one that is sampled.
+            after: draft tokens before the one that is sampled.
         """
         if self.grammar is None:
             mask[:] = ALL if self._rules.allowed is None else self._rules.allowed
             return
         mask[:] = 0
-        self.grammar.allow(mask, behind)
+        self.grammar.allow(mask, after)
         if self._rules.allowed is not None:
             mask &= self._rules.allowed
 
@@ -246,8 +246,8 @@ class RowAfterDraft:
 
     has_extras, needs_tokens = True, False
 
-    def __init__(self, request: SamplingRequest, guesses: Sequence[int]) -> None:
-        self.request, self.draft_tokens = request, tuple(guesses)
+    def __init__(self, request: SamplingRequest, draft_tokens: Sequence[int]) -> None:
+        self.request, self.draft_tokens = request, tuple(draft_tokens)
         self.row, self.vocab_size = request.row, request.vocab_size
         self.grammar, self.is_masked = request.grammar, request.is_masked
 
@@ -286,8 +286,8 @@ class DraftRow(RowAfterDraft):
 
     mask_known = True
 
-    def __init__(self, request: SamplingRequest, guesses: Sequence[int]) -> None:
-        super().__init__(request, guesses)
+    def __init__(self, request: SamplingRequest, draft_tokens: Sequence[int]) -> None:
+        super().__init__(request, draft_tokens)
         row = np.frombuffer(bytearray(request.row), dtype=_cpu.SAMPLING_ROW)
         row["logprobs"], row["top_logprobs"] = 1, 0
         self.row = row.tobytes()

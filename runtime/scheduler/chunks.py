@@ -37,7 +37,7 @@ class PromptChunks:
         tokens: int,
         rows: int,
         *,
-        beside: Sequence[ScheduledTokens],
+        others: Sequence[ScheduledTokens],
         keeps_pace: bool,
     ) -> list[ScheduledTokens]:
         """Chooses the prompt tokens of a step.
@@ -46,14 +46,14 @@ class PromptChunks:
             prompts: sequences with prompt tokens to compute, the most urgent first.
             tokens: token budget of the prompts.
             rows: budget of rows of logits of the prompts.
-            beside: the other tokens of the step.
+            others: the other tokens of the step.
             keeps_pace: true if the cost or time of the step is bounded, since it decodes work other than best effort.
 
         Returns:
             The chunks, at most one for each prompt.
         """
         scheduled: list[ScheduledTokens] = []
-        cost_left = self._bound(beside) if prompts and keeps_pace else None
+        cost_left = self._bound(others) if prompts and keeps_pace else None
         for sequence in prompts:
             first = sequence.num_computed_tokens
             uncomputed = sequence.num_tokens - first
@@ -72,7 +72,7 @@ class PromptChunks:
             rows -= wanted
         return scheduled
 
-    def _bound(self, beside: Sequence[ScheduledTokens]) -> float | None:
+    def _bound(self, others: Sequence[ScheduledTokens]) -> float | None:
         if self._goal is None or not self._goal.is_measured:
             return self._most_cost
-        return self._goal.left(sum(one.num_tokens * self._cost(one.first) for one in beside))
+        return self._goal.left(sum(one.num_tokens * self._cost(one.first) for one in others))

@@ -171,7 +171,7 @@ class Scheduler:
             plan = self._build_step()
         return plan
 
-    def propose(self, sequence: TokenSequence, guesses: Sequence[int]) -> None:
+    def propose(self, sequence: TokenSequence, draft_tokens: Sequence[int]) -> None:
         """Lets the next step verify draft tokens after the last token of a sequence, as many as its limits allow.
 
         The step computes a row of logits for the last token and one for each draft token. Where there is no free slot
@@ -179,9 +179,9 @@ class Scheduler:
 
         Args:
             sequence: a running sequence, whose prompt is computed, and none of whose tokens is in flight.
-            guesses: the draft tokens.
+            draft_tokens: the draft tokens.
         """
-        sequence.draft_tokens = list(guesses)
+        sequence.draft_tokens = list(draft_tokens)
         self._last = None
 
     def defer(self, sequence: TokenSequence) -> None:
@@ -294,7 +294,7 @@ class Scheduler:
             sequence: the parked beam.
             child: the new beam, with exactly the same tokens.
         """
-        self._waiting.arrive(child, beside=sequence)
+        self._waiting.arrive(child, sibling=sequence)
         if not sequence.is_running or len(self._running) == self._limits.sequences:
             return
         computed = sequence.num_computed_tokens
@@ -466,7 +466,7 @@ class Scheduler:
         taken = num_decodes + sum(one.num_tokens for one in verifying)  # each also has a row of logits
         tokens, rows = self._limits.tokens - taken, self._limits.logit_rows - taken
         keeps_pace = any(one.sequence.effective_priority < BEST_EFFORT for one in scheduled)
-        scheduled += self._chunks.cut(reading, tokens, rows, beside=scheduled, keeps_pace=keeps_pace)
+        scheduled += self._chunks.cut(reading, tokens, rows, others=scheduled, keeps_pace=keeps_pace)
         return self._plan(scheduled, num_decodes, growing + scheduled[num_decodes:]) if scheduled else None
 
     def _fit_draft_tokens(self, sequence: TokenSequence, spare: int) -> int:

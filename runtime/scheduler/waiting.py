@@ -58,15 +58,15 @@ class WaitingSequences:
         self.arrive(sequence)
         self.put_back(sequence)
 
-    def arrive(self, sequence: TokenSequence, beside: TokenSequence | None = None) -> None:
+    def arrive(self, sequence: TokenSequence, sibling: TokenSequence | None = None) -> None:
         """Registers a new sequence that does not wait yet.
 
         Args:
             sequence: the new sequence.
-            beside: an earlier sequence whose number of arrival it shares; None: it gets a number of its own.
+            sibling: an earlier sequence whose number of arrival it shares; None: it gets a number of its own.
         """
         self._prefixes.add(sequence)
-        self._arrivals[sequence] = self._num_arrivals if beside is None else self._arrivals[beside]
+        self._arrivals[sequence] = self._num_arrivals if sibling is None else self._arrivals[sibling]
         self._num_arrivals += 1
         self._priorities[sequence.work.priority] += 1
         self._shares.begin(sequence.work.tenant)

@@ -175,7 +175,7 @@ class ChatBody(Body, kw_only=True):
         """Arguments of default_params. Raises ApiError for what this model cannot do."""
         tools, params = self._tools, self.params()
         tools.check(tokenizer)
-        can_stop_thinking = any(map(tokenizer.template_names, THINKING))
+        can_stop_thinking = any(map(tokenizer.template_reads, THINKING))
         if self.reasoning_effort == "none" and reasons(tokenizer.message_format) and not can_stop_thinking:
             raise not_implemented("reasoning_effort", "'none': the model's chat template always lets it think")
         if tools.forced and self.use_beam_search:
@@ -185,7 +185,7 @@ class ChatBody(Body, kw_only=True):
     def unused(self, tokenizer: Tokenizer) -> Sequence[ApiError]:
         """Keys that this model has no use for, each as an ApiError."""
         unused = [*super().unused(tokenizer), *self._tools.unenforced]
-        if self.reasoning_effort not in (None, "none") and not tokenizer.template_names("reasoning_effort"):
+        if self.reasoning_effort not in (None, "none") and not tokenizer.template_reads("reasoning_effort"):
             unused.append(not_implemented("reasoning_effort", "the model's chat template knows none"))
         return unused
 

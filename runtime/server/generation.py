@@ -243,7 +243,7 @@ class Generation:
             prompt_tokens=sum(request.num_prompt_tokens for request in self._requests),
             completion_tokens=sum(choice.num_tokens for choice in self._all_choices),
             cached_tokens=sum(request.num_cached_tokens for request in self._requests),
-            draft_tokens=sum(request.request.num_guessed_tokens for request in self._requests),
+            draft_tokens=sum(request.request.num_draft_tokens for request in self._requests),
             accepted_tokens=sum(request.request.num_accepted_tokens for request in self._requests),
             times=max((request.request.metrics for request in self._requests), key=lambda times: times.total_s),
         )

@@ -262,13 +262,13 @@ class Metrics:
         yield build
 
     def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
-        num_draft, num_accepted = sum(stats.guessed), sum(stats.accepted)
+        num_draft, num_accepted = sum(stats.drafted), sum(stats.accepted)
         yield self._counter(
             "spec_decode_num_drafts", "Completions with draft tokens, counted in each step.", stats.num_drafts
         )
         yield self._counter("spec_decode_num_draft_tokens", "Draft tokens.", num_draft)
         yield self._counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", num_accepted)
-        for name, counts in ("draft", stats.guessed), ("accepted", stats.accepted):
+        for name, counts in ("draft", stats.drafted), ("accepted", stats.accepted):
             family = CounterMetricFamily(
                 f"{PREFIX}spec_decode_num_{name}_tokens_per_pos",
                 "The same, by the position among the draft tokens of a completion.",

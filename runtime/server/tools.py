@@ -178,7 +178,7 @@ class Tools:
     def check(self, tokenizer: Tokenizer) -> None:
         """Raises ApiError if the chat template or the parsers do not support tools, and no call is required."""
         why = ""
-        if self.shown and not tokenizer.template_names("tools") and not self.forced:
+        if self.shown and not tokenizer.template_reads("tools") and not self.forced:
             why = "the model's chat template shows no tools; it can call one only if tool_choice requires it"
         elif self.shown and self.form(tokenizer).calls is None:
             why = "there is no parser for this model's calls: choose one with --tool-call-parser of engine run"
@@ -188,7 +188,7 @@ class Tools:
     def form(self, tokenizer: Tokenizer) -> MessageFormat:
         """Format of the model's messages; required calls are plain if the chat template shows no tools."""
         form = tokenizer.message_format
-        return replace(form, calls=PLAIN) if self.forced and not tokenizer.template_names("tools") else form
+        return replace(form, calls=PLAIN) if self.forced and not tokenizer.template_reads("tools") else form
 
     def structure(
         self, tokenizer: Tokenizer, place: ReasoningPlace, answer: StructuredOutputsParams | None, *, several: bool

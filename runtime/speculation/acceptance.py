@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-BY_GUESS = 0.1  # minimum weight of a verified draft token in the rates of its sequence
+MIN_TOKEN_WEIGHT = 0.1  # minimum weight of a verified draft token in the rates of its sequence
 OF_ALL = 0.02  # minimum weight of a verified draft token in the rates of all sequences, which a new one starts with
 FIRST = 10  # number of draft tokens that the initial rates count as
 
@@ -26,7 +26,7 @@ class Acceptance:
 
     def of_sequence(self) -> "Acceptance":
         """Creates the rates of a new sequence, which start as a copy of these."""
-        return Acceptance(self._rates, BY_GUESS)
+        return Acceptance(self._rates, MIN_TOKEN_WEIGHT)
 
     def rate(self, level: int) -> float:
         """Estimated probability that a draft token of this level is accepted."""

@@ -31,7 +31,7 @@ from enginewright.runtime.step.step_plan import ScheduledTokens
 
 # Number of unread tokens up to which the draft model reads a sequence together with its draft run; more than these are
 # read in steps of their own.
-MOST_BEHIND = 32
+MAX_UNREAD_TOKENS = 32
 WARM_UP = 4  # number of steps that measure the time of a step of the draft model
 UNKNOWN = 0  # level of confidence in a draft token that is not sampled yet
 LEVELS = (0.25, 0.5, 0.7, 0.85, 0.95, 0.99)  # minimum probabilities of a draft token for the levels 2 to 7
@@ -120,12 +120,12 @@ class DraftModel(Proposer):
         followed = {sequence: self._follow(sequence) for sequence in sequences}
         ready = [one for one in followed.values() if one is not None]
         # A rollback returns to the start of the draft run, which needs at least one computed token before it.
-        self._read([one for one in ready if _behind(one) > MOST_BEHIND or not one.num_computed_tokens])
+        self._read([one for one in ready if _num_unread(one) > MAX_UNREAD_TOKENS or not one.num_computed_tokens])
         self._rows, self._begun = {}, {}
         room = self._limits.tokens
         for sequence, own in followed.items():
-            if own is not None and _behind(own) <= min(MOST_BEHIND, room) and self._mark(own):
-                room -= _behind(own)
+            if own is not None and _num_unread(own) <= min(MAX_UNREAD_TOKENS, room) and self._mark(own):
+                room -= _num_unread(own)
                 self._begun[own] = own.num_computed_tokens
                 self._rows[sequence] = Row(sequence, own)
 
@@ -133,8 +133,8 @@ class DraftModel(Proposer):
         wanted = [self._rows[sequence] for sequence in sequences if sequence in self._rows]
         going = [row for row in wanted if not row.ended and self._grow(row.own)]
         sampled = self._sample(going, self._begun) if going else []
-        guesses = {row.sequence: row.take(token) for row, token in zip(going, sampled, strict=True)}
-        return [guesses.get(sequence) for sequence in sequences]
+        draft_tokens = {row.sequence: row.take(token) for row, token in zip(going, sampled, strict=True)}
+        return [draft_tokens.get(sequence) for sequence in sequences]
 
     def catch_up_s(self, sequence: TokenSequence) -> float:
         return max(self._num_unread(sequence) - 1, 0) * self._cost.of_token
@@ -199,14 +199,14 @@ class DraftModel(Proposer):
         """Makes a checkpoint before the draft run, to which the sequence can be rolled back; False: no free blocks."""
         return self._cache.checkpoint(own.held, own.num_computed_tokens, self._copies)
 
-    def _read(self, behind: Sequence[TokenSequence]) -> None:
+    def _read(self, sequences: Sequence[TokenSequence]) -> None:
         """Runs one step on sequences with many unread tokens, up to the token budget.
 
         The last token of each is left for the draft run, whose first draft token needs its logits.
         """
         parts, room = [], self._limits.tokens
-        for own in behind:
-            count = min(_behind(own) - 1, room)
+        for own in sequences:
+            count = min(_num_unread(own) - 1, room)
             if count:
                 parts.append(ScheduledTokens(own, own.num_computed_tokens, count, 0))
                 room -= count
@@ -223,7 +223,7 @@ class DraftModel(Proposer):
             begun: rollback positions, by the draft model's sequence.
         """
         began = time.perf_counter()
-        parts = [ScheduledTokens(row.own, row.own.num_computed_tokens, _behind(row.own), 1) for row in rows]
+        parts = [ScheduledTokens(row.own, row.own.num_computed_tokens, _num_unread(row.own), 1) for row in rows]
         logits = self._run(parts, begun)
         requests = [DraftRow(row.sequence.request, row.draft_tokens) for row in rows if row.sequence.request]
         sampled = self._sampler.sample(logits, requests)
@@ -271,7 +271,7 @@ class DraftModel(Proposer):
         self._release(own)
 
 
-def _behind(own: TokenSequence) -> int:
+def _num_unread(own: TokenSequence) -> int:
     """Number of tokens of a sequence that are known and not computed."""
     return len(own.token_ids) - own.num_computed_tokens
 

@@ -104,10 +104,10 @@ class PromptLookup(Proposer):
             self._own[sequence].given = 0
 
     def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
-        return [self._guess(self._own[sequence]) for sequence in sequences]
+        return [self._draft(self._own[sequence]) for sequence in sequences]
 
     @staticmethod
-    def _guess(own: _OwnText) -> DraftToken | None:
+    def _draft(own: _OwnText) -> DraftToken | None:
         if own.given == len(own.found):
             return None
         own.given += 1

@@ -57,7 +57,7 @@ class MedusaModel(DraftModel):
 
     def _follow(self, sequence: TokenSequence) -> TokenSequence | None:
         own, state = self._own.get(sequence), self._state(sequence)
-        assert state is not None, "nothing is guessed for a sequence whose state is not known"
+        assert state is not None, "nothing is drafted for a sequence whose state is not known"
         if own is None:
             own = self._open([0])
         if own is None:

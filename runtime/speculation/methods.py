@@ -19,7 +19,7 @@ from enginewright.runtime.speculation.speculator import Speculator
 from enginewright.runtime.step.step_cost import StepCost
 
 METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
-    NGRAM: lambda engine, config, executor: PromptLookup(config.guesses),
+    NGRAM: lambda engine, config, executor: PromptLookup(config.max_draft_tokens),
     DRAFT: partial(DraftModel.open, DRAFT),
     SKIP: partial(DraftModel.open, SKIP),
     MTP: partial(HeadModel.open, MTP),
@@ -77,7 +77,7 @@ def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) 
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
         UsageError: the engine has no draft model of the kind that `speculate` names.
     """
-    role = _guessing_role(engine, config)
+    role = _draft_role(engine, config)
     if role is None:
         return plan_memory(engine.plan, config, engine.weight_bytes, free), None
     own = plan_memory(engine.plan, config_of_model(engine, config), engine.weight_bytes, free)
@@ -103,7 +103,7 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
         UsageError: the engine has no draft model of the kind that `speculate` names.
     """
     config = with_method(engine, config)
-    role = _guessing_role(engine, config)
+    role = _draft_role(engine, config)
     if config.kv_cache_memory is None:
         left = free - engine.weight_bytes - _arena_bytes(engine.plan, config)
         if role is not None:
@@ -113,7 +113,7 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
     return config, engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans if one is not None)
 
 
-def _guessing_role(engine: Engine, config: RuntimeConfig) -> str | None:
+def _draft_role(engine: Engine, config: RuntimeConfig) -> str | None:
     """Role of the draft model that proposes draft tokens; None if none does."""
     return config.speculate if config.speculate in ROLES and engine.plan.generates else None
 
@@ -137,7 +137,7 @@ def open_speculator(engine: Engine, config: RuntimeConfig, executor: Executor) -
     Raises:
         UsageError: the engine has no draft model of the kind that `speculate` names.
     """
-    if config.speculate is None or not config.guesses:
+    if config.speculate is None or not config.max_draft_tokens:
         return None
     proposer, limits = METHODS[config.speculate](engine, config, executor), executor.memory_plan.limits
-    return Speculator(proposer, StepCost.of(engine), config.guesses, min(limits.tokens, limits.logit_rows))
+    return Speculator(proposer, StepCost.of(engine), config.max_draft_tokens, min(limits.tokens, limits.logit_rows))

@@ -65,11 +65,11 @@ class Speculator:
         self._runs: dict[TokenSequence, DraftRun] = {}  # draft runs that are not verified yet
         self._idle = 0.0  # seconds of steps since the last draft token, where one could have been proposed
         self._length = 256.0  # estimated tokens of an answer
-        self._num_drafts, self._guessed, self._accepted = 0, [0] * most, [0] * most
+        self._num_drafts, self._drafted, self._accepted = 0, [0] * most, [0] * most
 
     def stats(self) -> SpeculationStats:
         """Totals since the start."""
-        return SpeculationStats(self._num_drafts, tuple(self._guessed), tuple(self._accepted))
+        return SpeculationStats(self._num_drafts, tuple(self._drafted), tuple(self._accepted))
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
         """Passes a finished step on to the proposer.
@@ -108,31 +108,31 @@ class Speculator:
                 later = self._worth(runs, soon)
                 saved = 0.0 if later is None else min(saved, self._cost.seconds(soon) / soon - later)
             self._make([one for one in runs if self._is_read_for(one.sequence, saved)], room, worth)
-        nearest = min(runs, key=lambda one: (self._proposer.catch_up_s(one.sequence), one.sequence.num_guessed))
+        nearest = min(runs, key=lambda one: (self._proposer.catch_up_s(one.sequence), one.sequence.num_verified))
         takes = self._cost.of_token + sum(self._proposer.cost_s) + self._proposer.catch_up_s(nearest.sequence)
         if PROBING * self._idle > takes:
             self._extend([nearest])
         self._runs = {one.sequence: one for one in runs if one.draft_tokens}
-        return [(sequence, [guess.token for guess in one.draft_tokens]) for sequence, one in self._runs.items()]
+        return [(sequence, [draft.token for draft in one.draft_tokens]) for sequence, one in self._runs.items()]
 
-    def verified(self, sequence: TokenSequence, num_guesses: int, num_right: int) -> None:
+    def verified(self, sequence: TokenSequence, num_verified: int, num_right: int) -> None:
         """Learns from a verified draft run. Draft tokens from elsewhere, such as a grammar, do not count.
 
         Args:
             sequence: the sequence whose draft tokens were verified.
-            num_guesses: number of its draft tokens that the step verified.
+            num_verified: number of its draft tokens that the step verified.
             num_right: number of them that were accepted.
         """
         run = self._runs.get(sequence)
-        if run is None or not num_guesses:
+        if run is None or not num_verified:
             return
-        sequence.num_guessed += num_guesses
+        sequence.num_verified += num_verified
         sequence.num_accepted += num_right
         self._num_drafts += 1
-        for place in range(num_guesses):
-            self._guessed[place] += 1
+        for place in range(num_verified):
+            self._drafted[place] += 1
             self._accepted[place] += place < num_right
-        for place in range(min(num_guesses, num_right + 1)):  # those after a rejected one tell nothing
+        for place in range(min(num_verified, num_right + 1)):  # those after a rejected one tell nothing
             self._learn(run, run.draft_tokens[place].confidence, float(place < num_right))
 
     def step_took(self, tokens: int, seconds: float) -> None:
@@ -195,12 +195,12 @@ class Speculator:
                 chance *= rate
                 chances.append((chance, -place))
         chances.sort(reverse=True)
-        of_round, of_guess = self._proposer.cost_s
+        of_round, of_draft_token = self._proposer.cost_s
         expected, rounds = float(plain), 0
         best = alone = expected / self._cost.seconds(plain)
         for number, (chance, place) in enumerate(chances[: self._room - plain], start=1):
             expected, rounds = expected + chance, max(rounds, 1 - place)
-            seconds = self._cost.seconds(plain + number) + rounds * of_round + number * of_guess
+            seconds = self._cost.seconds(plain + number) + rounds * of_round + number * of_draft_token
             best = max(best, expected / seconds)
         return 1 / best if best > alone else None
 
@@ -214,10 +214,10 @@ class Speculator:
             room: maximum number of draft tokens of all runs together.
             worth: seconds that a token is worth.
         """
-        of_round, of_guess = self._proposer.cost_s
+        of_round, of_draft_token = self._proposer.cost_s
         verifying, going = self._cost.of_token, list(runs)
         while going:
-            gains = [(one.next_chance * worth - verifying - of_guess, one) for one in going]
+            gains = [(one.next_chance * worth - verifying - of_draft_token, one) for one in going]
             paying = [(gain, one) for gain, one in gains if gain > 0 and len(one.draft_tokens) < one.max_draft_tokens]
             paying = sorted(paying, key=itemgetter(0), reverse=True)[:room]
             if sum(gain for gain, _ in paying) <= of_round:
@@ -235,11 +235,11 @@ class Speculator:
         if not runs[0].draft_tokens:  # all runs have the same length, so it is the first token of each
             self._proposer.begin(sequences)
         longer = []
-        for one, guess in zip(runs, self._proposer.next_tokens(sequences), strict=True):
-            if guess is not None:
-                if guess.confidence != one.confidence:
-                    self._learn(one, one.confidence, one.acceptance.rate(guess.confidence))
-                one.chances.append(one.chance * one.acceptance.rate(guess.confidence))
-                one.draft_tokens.append(guess)
+        for one, draft in zip(runs, self._proposer.next_tokens(sequences), strict=True):
+            if draft is not None:
+                if draft.confidence != one.confidence:
+                    self._learn(one, one.confidence, one.acceptance.rate(draft.confidence))
+                one.chances.append(one.chance * one.acceptance.rate(draft.confidence))
+                one.draft_tokens.append(draft)
                 longer.append(one)
         return longer

@@ -10,7 +10,7 @@ class SpeculationStats:
     """Totals of the draft tokens that were verified."""
 
     num_drafts: int  # number of draft runs: a sequence that has draft tokens in a step counts once for each such step
-    guessed: Sequence[int]  # numbers of verified draft tokens, by their position in the draft run
+    drafted: Sequence[int]  # numbers of verified draft tokens, by their position in the draft run
     accepted: Sequence[int]  # numbers of accepted draft tokens, by their position in the draft run
 
     @property
@@ -33,6 +33,6 @@ class SpeculationStats:
 
         return SpeculationStats(
             self.num_drafts + before.num_drafts,
-            both(self.guessed, before.guessed),
+            both(self.drafted, before.drafted),
             both(self.accepted, before.accepted),
         )

@@ -61,7 +61,7 @@ class TokenSequence:
     has_unpublished_blocks: bool = False  # true if some blocks will be shared once a token is sampled after them
 
     # Counts of speculative decoding, written by the speculator.
-    num_guessed: int = 0  # number of draft tokens that were verified
+    num_verified: int = 0  # number of draft tokens that were verified
     num_accepted: int = 0  # number of draft tokens that were right
 
     def __post_init__(self) -> None:

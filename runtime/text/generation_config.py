@@ -12,7 +12,7 @@ from enginewright.runtime.sampling.parameters import SamplingParams
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def fault_of(config: Mapping[str, Any], vocab_size: int) -> str | None:
+def find_fault(config: Mapping[str, Any], vocab_size: int) -> str | None:
     """Description of the first key that is not valid, with its name; None if all are valid."""
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):

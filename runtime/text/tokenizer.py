@@ -246,7 +246,7 @@ class Tokenizer:
         """True if the model has a chat template."""
         return self._source is not None
 
-    def template_names(self, name: str) -> bool:
+    def template_reads(self, name: str) -> bool:
         """True if the chat template has a variable of this name."""
         return self._source is not None and name in self._source
 
@@ -271,7 +271,7 @@ class Tokenizer:
             EngineError: the template fails, or takes too long or too much memory.
         """
         names: dict[str, Any] = {name: self.config.get(name) or "" for name in SPECIAL_TOKENS}
-        if tools and not self.template_names("tools"):
+        if tools and not self.template_reads("tools"):
             raise UsageError("tools cannot be shown to this model", "its chat template has none")
         if tools:
             names["tools"] = list(tools)

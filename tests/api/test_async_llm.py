@@ -341,7 +341,7 @@ def test_arguments_of_a_wrong_type(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("way", ["cancel", "break", "raise"])
-def test_whoever_leaves_generate_ends_it(engine: Engine, way: str) -> None:
+def test_leaving_generate_ends_it(engine: Engine, way: str) -> None:
     async def consume(llm: AsyncLLM, some: asyncio.Event) -> None:
         async for output in llm.generate([5, 6], LONG):
             if len(output.outputs[0].token_ids) > 5:

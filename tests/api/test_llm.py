@@ -412,7 +412,7 @@ def test_outputs_stand_in_the_order_of_prompts(llm: LLM) -> None:
     assert numbers == list(range(numbers[0], numbers[0] + 20))
 
 
-def test_a_bar_leaves_a_line_behind(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_leaves_a_line(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate([[5], [6]], GREEDY, use_tqdm=True)
     llm.chat([{"role": "user", "content": "a"}], GREEDY, use_tqdm=True)
     said = capsys.readouterr()

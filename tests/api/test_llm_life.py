@@ -166,7 +166,7 @@ def test_an_interrupt_ends_all_of_a_batch(llm: LLM) -> None:
 def test_close_ends_what_runs_and_what_waits(engine: Engine) -> None:
     llm = LLM(engine, **LIMITS | {"max_num_seqs": 2})
     gate = Gate(llm)
-    stream, twins = llm.stream([5], LONG), llm.stream([6] * 30, replace(LONG, n=2))
+    stream, siblings = llm.stream([5], LONG), llm.stream([6] * 30, replace(LONG, n=2))
     batch = begun(lambda: llm.generate([[7], [8], [9]], LONG))
     gate.let(3)
     deltas = [next(stream) for _ in range(3)]
@@ -180,7 +180,7 @@ def test_close_ends_what_runs_and_what_waits(engine: Engine) -> None:
     assert {(one.outputs[0].finish_reason, one.finished) for one in batch()} == {("abort", True)}
     assert [len(delta.tokens) for delta in deltas] == [1, 1, 1]
     assert outcome(lambda: list(stream))[-1].finish_reason == "abort"
-    ends = [(delta.index, delta.finish_reason) for delta in outcome(lambda: list(twins)) if delta.finish_reason]
+    ends = [(delta.index, delta.finish_reason) for delta in outcome(lambda: list(siblings)) if delta.finish_reason]
     assert sorted(ends) == [(0, "abort"), (1, "abort")]
     assert llm.stats().kv_usage == 0.0
 
@@ -200,7 +200,7 @@ def test_nothing_is_taken_after_the_end(path: Path) -> None:
     assert llm.stats().num_running == 0
 
 
-def test_an_engine_is_closed_by_whoever_opened_it(path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_opener_of_an_engine_closes_it(path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine is closed once, by its opener, after the thread that reads it has ended; also if it cannot run."""
     closed: list[Engine] = []
     monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
@@ -260,8 +260,8 @@ def test_a_fault_in_one_request_is_its_own(llm: LLM, caplog: pytest.LogCaptureFi
     assert tokens_of([outputs[0], outputs[2]]) == expected
     assert "no such character" in caplog.text
     seen.clear()
-    twins = llm.generate([9, 9, 9], replace(GREEDY, n=2))[0].outputs
-    assert [choice.finish_reason for choice in twins] == ["length", "error"], "the other choice goes on"
+    siblings = llm.generate([9, 9, 9], replace(GREEDY, n=2))[0].outputs
+    assert [choice.finish_reason for choice in siblings] == ["length", "error"], "the other choice goes on"
     assert tokens_of(llm.generate([5], GREEDY)) == expected[:1]
     wait_until(lambda: all_back(llm))
 

@@ -154,7 +154,7 @@ def test_packages_that_are_missing_are_named(
     assert command.main(["--site", "/none"]) == 2
 
 
-def test_packages_of_a_folder_come_behind_ours(tmp_path: Path) -> None:
+def test_packages_of_a_folder_come_after_ours(tmp_path: Path) -> None:
     paths = environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
     assert paths[:4] == [str(ROOT), str(ROOT / "src"), str(ROOT / "benchmarks"), str(tmp_path)]
     before = os.environ.get("LD_LIBRARY_PATH")

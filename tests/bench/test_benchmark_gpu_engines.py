@@ -113,7 +113,7 @@ def test_steps_ahead_and_faults_of_one_kind_are_noticed(
     kinds = [kind for kind in answers.KINDS if kind.name in ("greedy", "a grammar", "sampled")]
     monkeypatch.setattr(answers, "KINDS", kinds)
     monkeypatch.setattr(core, "open_executor", WrongWhenLate)
-    monkeypatch.setattr(Ladder, "allow", lambda self, mask, behind=(): mask.fill(1))
+    monkeypatch.setattr(Ladder, "allow", lambda self, mask, after=(): mask.fill(1))
     found = reported(tmp_path, lambda report: answers.measure(report, "x", tiny_engine, "cpu"))
     assert {name: "error" in figure for name, figure in found.items()} == {
         "x/greedy": False,

@@ -67,7 +67,7 @@ def test_figures_are_what_the_times_say(count: int, seed: int) -> None:
         (figures.tpot_ms, each),
         (figures.gap_ms, gaps),
         (figures.e2e_ms, whole),
-        (figures.behind_ms, late),
+        (figures.send_delay_ms, late),
     ]
     for found, values in latencies:
         if not values:

@@ -107,8 +107,8 @@ def test_the_report_for_people_and_for_programs(engine: Path) -> None:
     assert lines[1] == "7 prompts, 3:20 tokens in, 2:9 out, seed 0; 2 rounds"
 
 
-@pytest.mark.usefixtures("guesses_pay")
-def test_rounds_with_guesses_beside_rounds_without(
+@pytest.mark.usefixtures("speculation_pays")
+def test_rounds_with_draft_tokens_next_to_rounds_without(
     engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.jsonl"
@@ -120,17 +120,17 @@ def test_rounds_with_guesses_beside_rounds_without(
         *("[round 2 of 2 without speculation", "[round 2 of 2"),
     ]
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    with_guesses, without = found["rounds"][0], found["comparison"]["rounds"][0]
-    assert with_guesses["guessed_tokens"] > with_guesses["accepted_tokens"] > 0 == without["guessed_tokens"]
-    assert with_guesses["steps"] < without["steps"]
-    assert with_guesses["generated_tokens"] == without["generated_tokens"] == 60
+    with_draft_tokens, without = found["rounds"][0], found["comparison"]["rounds"][0]
+    assert with_draft_tokens["draft_tokens"] > with_draft_tokens["accepted_tokens"] > 0 == without["draft_tokens"]
+    assert with_draft_tokens["steps"] < without["steps"]
+    assert with_draft_tokens["generated_tokens"] == without["generated_tokens"] == 60
     assert (found["comparison"]["answers"], found["comparison"]["differing_answers"]) == (4, 0)
     rates = [
         one["generated_tokens_per_s"] / other["generated_tokens_per_s"]
         for one, other in zip(found["rounds"], found["comparison"]["rounds"], strict=True)
     ]
     assert found["comparison"]["ratios"] == rates and found["comparison"]["ratio"] == sum(rates) / 2
-    accepted, steps = (sum(one[name] for one in found["rounds"]) for name in ("accepted_tokens", "guessed_steps"))
+    accepted, steps = (sum(one[name] for one in found["rounds"]) for name in ("accepted_tokens", "draft_steps"))
     assert found["mean_length"] == 1 + accepted / steps > 1
     text = describe_offline(report)
     acceptance = f"accepted: {found['mean_length']:.2f} tokens by a step"
@@ -138,7 +138,7 @@ def test_rounds_with_guesses_beside_rounds_without(
         assert piece in text
 
 
-def test_an_answer_that_guesses_have_changed_is_counted(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_draft_tokens_have_changed_is_counted(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft tokens change no completion, so the test replaces the one without them by another."""
     run_round = offline._round
 
@@ -153,8 +153,10 @@ def test_an_answer_that_guesses_have_changed_is_counted(engine: Path, monkeypatc
     report = run_offline(engine, config, **LIMITS, speculate="ngram")
     assert report.comparison is not None and (report.comparison.answers, report.comparison.differing_answers) == (14, 2)
     assert "12 of 14" in describe_offline(report)
-    unguessed = replace(report, rounds=report.comparison.rounds)
-    assert unguessed.mean_length is None and "draft tokens          none" in describe_offline(unguessed)
+    without_draft_tokens = replace(report, rounds=report.comparison.rounds)
+    assert without_draft_tokens.mean_length is None and "draft tokens          none" in describe_offline(
+        without_draft_tokens
+    )
 
 
 def test_a_comparison_of_nothing(engine: Path) -> None:

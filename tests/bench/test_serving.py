@@ -132,7 +132,7 @@ def test_no_request_is_sent_before_its_turn() -> None:
         report = run(server, replace(WORK, num_prompts=12), request_rate=100.0)
     assert [answer.due_s for answer in report.answers] == arrivals(report.config, 12)
     assert all(answer.sent_s >= answer.due_s for answer in report.answers)
-    assert report.figures.behind_ms is not None and report.figures.behind_ms.p50 > 0
+    assert report.figures.send_delay_ms is not None and report.figures.send_delay_ms.p50 > 0
 
 
 # --- What comes back

@@ -60,7 +60,7 @@ def test_an_exported_file_runs(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_large_weights_go_beside_the_file(tmp_path: Path, dtype: str) -> None:
+def test_large_weights_go_next_to_the_file(tmp_path: Path, dtype: str) -> None:
     graph = tiny_graph("qwen3")
     export_onnx(graph, tmp_path / "one.onnx", dtype)
     export_onnx(graph, tmp_path / "two.onnx", dtype, embed_limit_bytes=1000)

@@ -158,7 +158,7 @@ def test_each_family_of_targets_has_its_kernels(activations: str, kernel: str, t
 
 
 @pytest.mark.parametrize("bits", ["5.1", "15"])
-def test_mixed_formats_are_foreseen_by_their_size(bits: str, tmp_path: Path) -> None:
+def test_mixed_formats_are_predicted_by_their_size(bits: str, tmp_path: Path) -> None:
     config = tiny_config("llama", hidden_size=96, intermediate_size=160)
     checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
     build = BuildConfig(quant=Auto(bits=bits), calib_size=4, gate=None)

@@ -98,7 +98,7 @@ def test_act_order_in_which_siblings_differ_is_restored(tmp_path: Path) -> None:
     assert error_of(tiny, tmp_path / "tiny.engine") < tolerances.STORED_LOGITS["int4"]
 
 
-def test_act_order_beside_a_layer_in_order_is_restored(tmp_path: Path) -> None:
+def test_act_order_next_to_a_layer_in_order_is_restored(tmp_path: Path) -> None:
     packs = {"gate_proj": gptq(order="shared"), "up_proj": gptq()}
     tiny = tiny_quantized(packs, {**GPTQ, "desc_act": True})
     report = build(tiny, tmp_path / "tiny.engine")

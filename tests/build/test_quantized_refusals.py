@@ -48,7 +48,7 @@ def test_the_command_takes_a_checkpoint_as_it_is(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "tiny-llama-fp8.engine").exists()
 
 
-def test_the_config_beside_config_json_is_read(tmp_path: Path) -> None:
+def test_the_config_next_to_config_json_is_read(tmp_path: Path) -> None:
     """modelopt's, of checkpoints whose config.json says nothing."""
     tiny = tiny_case("modelopt")
     folder = written(tmp_path, tiny)
@@ -57,8 +57,8 @@ def test_the_config_beside_config_json_is_read(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="float8_e4m3fn"):
         build_engine(open_checkpoint(str(folder)), BuildConfig(), tmp_path / "tiny.engine")
     quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
-    beside = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization}
-    (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    more = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(more))
     checkpoint = open_checkpoint(str(folder))
     build_engine(checkpoint, BuildConfig(), tmp_path / "tiny.engine")
     assert error_of(tiny, tmp_path / "tiny.engine") < tolerances.STORED_LOGITS["bf16"]

@@ -216,7 +216,7 @@ def test_a_head(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("draft", ["skip:1", "auto"])
-def test_what_guesses_without_another_model(folder: Path, draft: str) -> None:
+def test_what_draft_tokens_without_another_model(folder: Path, draft: str) -> None:
     engine = built(folder / "tiny-llama", folder / f"{draft[:4]}.engine", "--gate", "off", "--draft", draft)
     assert remade(engine)["same_bytes"]
 

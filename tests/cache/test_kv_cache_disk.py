@@ -350,7 +350,7 @@ def test_a_device_uses_its_pinned_memory_again() -> None:
 
 
 @pytest.mark.parametrize("fault", ["a bit", "the end", "another's name", "a link", "a FIFO", "a sparse file"])
-def test_a_damaged_entry_is_computed_anew(fault: str, llama: Path, tmp_path: Path) -> None:
+def test_a_damaged_entry_is_computed_again(fault: str, llama: Path, tmp_path: Path) -> None:
     with Engine.open(llama) as engine:
         check_damaged_entry(engine, fault, tmp_path)
 

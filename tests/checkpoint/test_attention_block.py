@@ -96,8 +96,8 @@ def graph_and_expected(case: str) -> tuple[ir.Model, np.ndarray, np.ndarray]:
     tokens = random_tokens(TOKENS, seed=1, vocab_size=VOCAB)
 
     x, positions = stored["model.embed_tokens.weight"].float()[torch.from_numpy(tokens)][None], torch.arange(TOKENS)
-    behind = positions[:, None] - positions
-    seen = (behind >= 0) & (behind < (block.window or TOKENS))
+    distance = positions[:, None] - positions
+    seen = (distance >= 0) & (distance < (block.window or TOKENS))
     mask = torch.zeros(TOKENS, TOKENS).masked_fill(~seen, -torch.inf)[None, None]
     with torch.no_grad():
         tables = rotary(config)(x, positions[None])

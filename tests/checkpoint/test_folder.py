@@ -246,7 +246,7 @@ def test_pickles_are_refused(folder: Path, pickle: str) -> None:
         open_checkpoint(str(folder / pickle))
 
 
-def test_pickles_beside_safetensors_are_left_alone(folder: Path) -> None:
+def test_pickles_next_to_safetensors_are_left_alone(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     assert_tensors(folder)
 

@@ -137,14 +137,14 @@ def test_what_the_converter_changed_is_undone(tmp_path: Path, case: str) -> None
 
 
 @pytest.mark.parametrize(("case", "left_out"), [("qwen35", "mtp.3."), ("glm4moe", "model.layers.3.")])
-def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, case: str, left_out: str) -> None:
-    for guesses in (1, 4):
+def test_layers_that_draft_further_tokens_are_left_out(tmp_path: Path, case: str, left_out: str) -> None:
+    for draft_tokens in (1, 4):
         writer, _ = write_converted(tmp_path / "tiny.gguf", case, CONVERTED[case])
         writer.kv_data[0][f"{case}.block_count"].value = 4
-        writer.add_nextn_predict_layers(guesses)
+        writer.add_nextn_predict_layers(draft_tokens)
         writer.add_tensor("blk.3.nextn.eh_proj.weight", np.ones((3, 5), np.float32))
         finish(writer)
-        if guesses == 4:
+        if draft_tokens == 4:
             with pytest.raises(EngineError, match="declares 4 of its 4 layers as multi-token prediction"):
                 open_checkpoint(str(tmp_path / "tiny.gguf"))
             continue

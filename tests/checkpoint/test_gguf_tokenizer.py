@@ -222,8 +222,8 @@ def merged(text: str, tokens: Sequence[str], types: Sequence[int], prefix: bool)
         default="",
     )
     if whole:
-        before, behind = text.split(whole, 1)
-        return [*merged(before, tokens, types, prefix), ids[whole], *merged(behind, tokens, types, prefix)]
+        before, rest = text.split(whole, 1)
+        return [*merged(before, tokens, types, prefix), ids[whole], *merged(rest, tokens, types, prefix)]
     if not text:
         return []
     symbols = list(("▁" if prefix else "") + text.replace(" ", "▁"))

@@ -90,7 +90,7 @@ def test_index_of_the_hub_that_leads_out(remote: Hub, tmp_path: Path) -> None:
         open_checkpoint("owner/Tiny")
 
 
-def test_the_config_of_a_quantized_checkpoint_beside_its_own(remote: Hub) -> None:
+def test_the_config_of_a_quantized_checkpoint_next_to_its_own(remote: Hub) -> None:
     remote.files["model.safetensors"] = shard(x=1.0)
     remote.files["hf_quant_config.json"] = json.dumps({"quantization": {"quant_algo": "FP8"}}).encode()
     checkpoint = assert_opens("owner/Tiny", x=1.0)

@@ -105,7 +105,7 @@ def logits_of(family: str, cut: int, together: bool, isa: str | None = None) -> 
 
 
 @pytest.mark.parametrize("family", OF_EACH_STATE)
-def test_bits_are_the_same_alone_and_beside_others_however_prompts_are_cut(family: str) -> None:
+def test_bits_are_the_same_alone_and_with_others_however_prompts_are_cut(family: str) -> None:
     alone = logits_of(family, 512, together=False)
     for cut in CUTS:
         for length, expected, actual in zip(

@@ -18,7 +18,7 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.commands.goldens import GOLDENS, Golden, Goldens, replay
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.text.generation_config import fault_of
+from enginewright.runtime.text.generation_config import find_fault
 from tests.helpers.engines import built, copied
 from tests.helpers.tiny import VOCAB_SIZE, tiny_checkpoint
 
@@ -257,4 +257,4 @@ def test_every_setting_that_the_runtime_takes_is_checked() -> None:
     """`default_params` reads no key that is not checked here."""
     source = Path(default_params.__code__.co_filename).read_text()
     for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        assert key in source and fault_of({key: "x"}, VOCAB_SIZE) is not None
+        assert key in source and find_fault({key: "x"}, VOCAB_SIZE) is not None

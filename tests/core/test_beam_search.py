@@ -21,7 +21,7 @@ from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 PROMPT = [5, 77, 31, 200, 9]
 NEW = 12
-Behind = Callable[[Sequence[int], int], SampledToken]  # next token after some tokens, with that many of the likeliest
+After = Callable[[Sequence[int], int], SampledToken]  # next token after some tokens, with that many of the likeliest
 
 
 @cache
@@ -37,12 +37,12 @@ def engine_of(family: str) -> Path:
 
 
 def search(
-    behind: Behind, width: int, length_penalty: float, early_stopping: EarlyStopping, ends: Sequence[int]
+    after: After, width: int, length_penalty: float, early_stopping: EarlyStopping, ends: Sequence[int]
 ) -> list[tuple[list[int], float]]:
-    """Searches with `behind`, which sees the whole text at each step; gives token ids of results, and their scores."""
+    """Searches with `after`, which sees the whole text at each step; gives token ids of results, and their scores."""
     found = BeamScorer(width, NEW, length_penalty, early_stopping, ends)
     while found.advance(
-        [behind([*PROMPT, *(token.token for token in beam.tokens)], found.num_candidates) for beam in found.beams]
+        [after([*PROMPT, *(token.token for token in beam.tokens)], found.num_candidates) for beam in found.beams]
     ):
         pass
     return [
@@ -111,14 +111,14 @@ def asked(llm: LLM, prompt: list[int], params: SamplingParams) -> list[tuple[lis
 def step_by_step(llm: LLM, width: int, ends: Sequence[int]) -> list[tuple[list[int], float]]:
     """Runs the search with a request of its own for every step."""
 
-    def behind(tokens: Sequence[int], count: int) -> SampledToken:
+    def after(tokens: Sequence[int], count: int) -> SampledToken:
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=count, ignore_eos=True)
         (output,) = llm.generate([list(tokens)], params)
         (named,) = output.outputs[0].logprobs or ()
         ranked = sorted((entry.rank, token, entry.logprob) for token, entry in named.items() if entry.rank is not None)
         return SampledToken(ranked[0][1], ranked[0][2], tuple((token, logprob) for _, token, logprob in ranked))
 
-    return search(behind, width, 0.0, False, ends)
+    return search(after, width, 0.0, False, ends)
 
 
 LIMITS: dict[str, Any] = {"threads": 1, "max_model_len": 64, "kv_cache_memory": 4 << 20}
@@ -160,7 +160,7 @@ def test_beams_without_room_take_turns(limits: dict[str, Any], ahead: bool, monk
     assert found == expected
 
 
-def test_beams_beside_guesses_are_the_same() -> None:
+def test_beams_next_to_draft_tokens_are_the_same() -> None:
     prompts, params = [PROMPT, [8, 9] * 8], [beams(4), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)]
     found = []
     for speculate in ("off", "ngram"):

@@ -51,7 +51,7 @@ def test_the_most_urgent_goes_first_and_nobody_who_runs_is_held_up() -> None:
     assert watch.scheduler.num_preemptions == 0
 
 
-def test_best_effort_work_gives_its_place_to_whoever_waits() -> None:
+def test_best_effort_work_gives_its_slot_to_waiting_work() -> None:
     watch = watch_of(sequences=2)
     kept, idle = work(BATCH), work(BEST_EFFORT)
     add(watch, kept, idle)
@@ -66,7 +66,7 @@ def test_best_effort_work_gives_its_place_to_whoever_waits() -> None:
     assert idle.num_preemptions == 1 and idle.token_ids[: len(had)] == had and len(idle.token_ids) == 12
 
 
-def test_best_effort_work_gives_its_blocks_to_whoever_waits() -> None:
+def test_best_effort_work_gives_its_blocks_to_waiting_work() -> None:
     watch = watch_of(sequences=4, num_blocks=12)
     idle, more = (work(BEST_EFFORT, prompt=range(16), length=24) for _ in range(2))
     add(watch, idle, more)
@@ -102,7 +102,7 @@ def test_the_least_urgent_is_preempted_where_blocks_run_out() -> None:
     assert batch.num_preemptions > 0 and usual.num_preemptions == 0
 
 
-def test_whoever_waits_becomes_more_urgent() -> None:
+def test_waiting_work_becomes_more_urgent() -> None:
     """Work that has waited long enough goes before new interactive work: batch work, and later best-effort work."""
     watch = watch_of(sequences=1)
     running, batch, idle = work(), work(BATCH), work(BEST_EFFORT)

@@ -120,8 +120,8 @@ class Attention:
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        behind = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
-        seen = (behind >= -self.lookahead) & (behind < (self.window or len(chunk.text.k)))
+        distance = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
+        seen = (distance >= -self.lookahead) & (distance < (self.window or len(chunk.text.k)))
         scores = scores.masked_fill(~seen, -torch.inf)
         if self.sinks:
             sinks = sinks_of(self.heads).double()[:, None, None].expand(-1, len(q), 1)
@@ -218,7 +218,7 @@ def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize(("window", "lookahead"), [(0, EVERYTHING), (0, 5), (9, 8), (300, 299)])
-def test_positions_behind_a_query(isa: str, kv: str, window: int, lookahead: int) -> None:
+def test_positions_after_a_query(isa: str, kv: str, window: int, lookahead: int) -> None:
     """Whole texts, with the same bits alone."""
     heads = Heads(6, 2, 16)
     chunks = [whole(heads, length, length) for length in (1, 2, 31, 280, 530)]

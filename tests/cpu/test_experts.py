@@ -209,7 +209,7 @@ def test_routing_is_numpys(isa: str, attributes: dict[str, int | float | str], n
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_token_goes_to_the_same_experts_whoever_else_is_routed(isa: str) -> None:
+def test_a_token_goes_to_the_same_experts_whatever_else_is_routed(isa: str) -> None:
     x, router = torch.randn(70, 131, generator=generator(3)), torch.randn(37, 131, generator=generator(4)) / 8
     together = Routed(isa, x, router, ROUTING)
     for threads, begin, end in ((2, 0, 70), (1, 5, 6), (3, 30, 33), (2, 1, 70)):

@@ -111,7 +111,7 @@ def test_rows_that_are_stored_past_the_caches(isa: str, kernel: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kernel", INT8_KERNELS)
 @pytest.mark.parametrize("tokens", [65, 66, 70, 71])
-def test_few_tokens_behind_a_whole_panel(isa: str, kernel: str, tokens: int) -> None:
+def test_few_tokens_after_a_whole_panel(isa: str, kernel: str, tokens: int) -> None:
     problem = Problem(kernel, tokens, 34, 8192)
     together = problem.run(isa, "f32")
     assert relative_error(together, problem.expected()) < GEMM_F32

@@ -79,7 +79,7 @@ class Recurrence:
         out = runner.buffer(tokens, width, out_dtype, TOKENS)
         runner.call(self.kernel, {**operands, "out": out}, self.attributes)
         if out_dtype == "bf16":
-            assert not runner.read_pad(out).any(), "what a GEMM reads behind a row"
+            assert not runner.read_pad(out).any(), "what a GEMM reads after a row"
         return runner.read(out).numpy()
 
 

@@ -166,7 +166,7 @@ def test_what_was_compiled_is_taken_from_the_cache(
     }
 
 
-def test_a_changed_header_is_compiled_anew(tmp_path: Path) -> None:
+def test_a_changed_header_is_compiled_again(tmp_path: Path) -> None:
     sources, cache = write_sources(tmp_path / "sources"), tmp_path / "cache"
     (before,) = compile_kernels([ADD], ["sm_80"], sources=sources, cache=cache)["sm_80"].values()
     (sources / "inner.cuh").write_text(INNER.replace("2.0f", "3.0f"))
@@ -255,8 +255,8 @@ def test_batch_invariant_engines_need_no_triton(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(triton_kernel, "WHEELS", {"enginewright-none": ""})
     config = tiny_config("nemotron_h")
     wanted = BuildConfig(targets=("cuda:sm_80",), batch_invariant=True)
-    foreseen = forecast(MemoryCheckpoint.of(tiny_model(config), config), wanted, tmp_path / "x.engine", Silent())
-    assert any(kernel.startswith("selective_state") for kernel in foreseen.kernels["cuda"])
+    planned = forecast(MemoryCheckpoint.of(tiny_model(config), config), wanted, tmp_path / "x.engine", Silent())
+    assert any(kernel.startswith("selective_state") for kernel in planned.kernels["cuda"])
 
 
 def test_processes_that_compile_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

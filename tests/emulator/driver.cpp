@@ -100,9 +100,9 @@ Result finish(Stream* stream, std::size_t end) {
   return broken;
 }
 bool on_device(uintptr_t address, std::size_t count) {
-  auto behind = memory.upper_bound(address);
-  if (behind == memory.begin()) return false;
-  auto [begin, bytes] = *std::prev(behind);
+  auto after = memory.upper_bound(address);
+  if (after == memory.begin()) return false;
+  auto [begin, bytes] = *std::prev(after);
   return address + count <= begin + bytes;
 }
 template <class T>

@@ -349,7 +349,7 @@ def test_a_header_that_is_not_exactly_ours(old: bytes, new: bytes, path: Path) -
     assert "header" in said and "damaged" in said
 
 
-def test_bytes_behind_the_end_and_other_padding(path: Path) -> None:
+def test_bytes_after_the_end_and_other_padding(path: Path) -> None:
     data = path.read_bytes()
     assert "the file has" in opening_fails(data + bytes(64), path.parent)
     text = header_text(data)

@@ -113,13 +113,13 @@ def test_masks_are_those_of_llguidance(grammars: Grammars, wanted: dict[str, Any
         found.take(taken[-1])
     other = walk(grammars, **wanted)
     for begin in range(0, len(taken) - 4, 4):
-        guesses = taken[begin : begin + 4]
-        other.look(guesses)
+        draft_tokens = taken[begin : begin + 4]
+        other.look(draft_tokens)
         for place in range(1, 5):
-            assert mask(other, guesses[:place]).tolist() == masks[begin + place]
-        other.look([guesses[0], 0, 0])  # what is not allowed
-        assert not mask(other, [guesses[0], 0]).any()
-        for token in guesses:
+            assert mask(other, draft_tokens[:place]).tolist() == masks[begin + place]
+        other.look([draft_tokens[0], 0, 0])  # what is not allowed
+        assert not mask(other, [draft_tokens[0], 0]).any()
+        for token in draft_tokens:
             other.take(token)
     found.end()
     other.end()

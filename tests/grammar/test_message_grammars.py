@@ -355,7 +355,7 @@ def test_an_answer_begins_where_the_reasoning_ends(kind: dict[str, Any]) -> None
     assert not passes(harmony, good) and not passes(harmony, analysis + good)
 
 
-def test_calls_that_are_wanted_come_behind_the_reasoning() -> None:
+def test_calls_that_are_wanted_come_after_the_reasoning() -> None:
     for calls, thought in (
         (HERMES, "Hm</think>\n\n"),
         (HARMONY, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"),

@@ -203,10 +203,10 @@ def test_keywords_that_say_nothing_are_no_reason_to_warn(silent: dict[str, Any])
 
 
 @pytest.mark.parametrize("key", sorted(KNOWN))
-@pytest.mark.parametrize("beside", [{}, {**AB, "required": ["a"]}, {"oneOf": [AB, {"type": "number"}]}, ANCHORED])
-def test_values_that_no_keyword_has_are_no_failure_of_ours(key: str, beside: dict[str, Any]) -> None:
+@pytest.mark.parametrize("others", [{}, {**AB, "required": ["a"]}, {"oneOf": [AB, {"type": "number"}]}, ANCHORED])
+def test_values_that_no_keyword_has_are_no_failure_of_ours(key: str, others: dict[str, Any]) -> None:
     for junk in JUNK:
-        for schema in ({**beside, key: junk}, {"oneOf": [{**beside, key: junk}, {"type": "object", key: junk}]}):
+        for schema in ({**others, key: junk}, {"oneOf": [{**others, key: junk}, {"type": "object", key: junk}]}):
             try:
                 copy, _ = held(schema)
             except UsageError:

@@ -172,8 +172,8 @@ class Attention(Attending):
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        behind = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
-        seen = (behind >= 0) & (behind < self.window) if self.window else behind >= 0
+        distance = torch.arange(chunk.start, chunk.end)[:, None] - torch.arange(chunk.end)  # [query, key]
+        seen = (distance >= 0) & (distance < self.window) if self.window else distance >= 0
         scores = scores.masked_fill(~seen, -torch.inf)
         if self.sinks:
             sinks = sinks_of(self.heads).double()[:, None, None].expand(-1, len(q), 1)

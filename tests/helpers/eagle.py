@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from enginewright.builder.checkpoint.head import HeadFolder, find_head
-from tests.helpers.heads import Guesser, Tensors
+from tests.helpers.heads import Drafter, Tensors
 from tests.helpers.tiny import VOCAB_SIZE, MemoryCheckpoint, tiny_config, tiny_model
 
 EPSILON, THETA = 1e-5, 500.0
@@ -27,7 +27,7 @@ EAGLE: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class WithEagle(Guesser):
+class WithEagle(Drafter):
     """A model, and an EAGLE head of another checkpoint that drafts tokens for it."""
 
     model: PreTrainedModel
@@ -61,7 +61,7 @@ class WithEagle(Guesser):
         states = self.states(tokens)
         return (self._norm(states, "input_norm") if self.config["norm_before_fc"] else states) @ self._weight("fc").T
 
-    def guess(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.tensors.get("embed_tokens.weight", self.model.get_input_embeddings().weight.detach())
         embedded = self._norm(table[torch.tensor(tokens)], "midlayer.input_layernorm")
         normed = self._norm(hidden, "midlayer.hidden_norm")

@@ -89,7 +89,7 @@ class Problem:
         if dtype == "bf16":
             assert not runner.read_pad(out).any()
         else:
-            assert runner.read_pad(out).isnan().all(), "written behind the columns of an f32 result"
+            assert runner.read_pad(out).isnan().all(), "written after the columns of an f32 result"
         return runner.read(out)
 
     def work(self, isa: str) -> dict[str, int]:

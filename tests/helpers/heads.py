@@ -16,20 +16,20 @@ Tensors = Mapping[str, torch.Tensor]
 
 # By family: the config of a one-layer model whose layer is like the one that drafts tokens, and the names of the
 # drafting layer's tensors, of which the last is the prefix of the layer's own.
-BEHIND = tuple(f"model.layers.3.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""))
-BESIDE = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0.")
+AFTER = tuple(f"model.layers.3.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""))
+NEXT_TO = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0.")
 MTP: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
-    "qwen3_5_text": ({"layer_types": ["full_attention"]}, BESIDE),
-    "qwen3_5_moe_text": ({"layer_types": ["full_attention"]}, BESIDE),
-    "qwen3_next": ({"layer_types": ["full_attention"]}, BESIDE),
-    "glm4_moe": ({"first_k_dense_replace": 0}, BEHIND),
-    "glm4_moe_lite": ({"mlp_layer_types": ["sparse"]}, BEHIND),
-    "deepseek_v3": ({"first_k_dense_replace": 0}, BEHIND),
+    "qwen3_5_text": ({"layer_types": ["full_attention"]}, NEXT_TO),
+    "qwen3_5_moe_text": ({"layer_types": ["full_attention"]}, NEXT_TO),
+    "qwen3_next": ({"layer_types": ["full_attention"]}, NEXT_TO),
+    "glm4_moe": ({"first_k_dense_replace": 0}, AFTER),
+    "glm4_moe_lite": ({"mlp_layer_types": ["sparse"]}, AFTER),
+    "deepseek_v3": ({"first_k_dense_replace": 0}, AFTER),
 }
 SHORT_BY_ONE = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")  # families that store norms less 1
 
 
-class Guesser(ABC):
+class Drafter(ABC):
     """A model, and heads or a layer that draft tokens for it from its hidden states."""
 
     role: ClassVar[str]
@@ -44,7 +44,7 @@ class Guesser(ABC):
         """The model's states in the form that the head reads, [tokens, columns of its own states]."""
 
     @abstractmethod
-    def guess(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the head on tokens from position `first` + 1 on, with the model's hidden states from `first` on.
 
         Returns:
@@ -52,28 +52,28 @@ class Guesser(ABC):
         """
 
     @torch.inference_mode()
-    def shortfalls(self, tokens: Sequence[int], guesses: Sequence[int], first: int = 0) -> list[float]:
+    def shortfalls(self, tokens: Sequence[int], draft_tokens: Sequence[int], first: int = 0) -> list[float]:
         """Measures how far the head's logit of each draft token lies below its largest logit.
 
         Args:
             tokens: the tokens before the draft tokens.
-            guesses: the draft tokens.
+            draft_tokens: the draft tokens.
             first: the position that the head begins at.
 
         Returns:
             A difference of logits for each draft token; 0 where it is the head's first choice.
         """
         states, read, found = self.hidden(tokens[:-1])[first:], list(tokens[first + 1 :]), []
-        for guess in guesses:
-            logits, own = self.guess(read, states, first)
-            found.append(float(logits[-1].max() - logits[-1, guess]))
-            read.append(guess)
+        for draft in draft_tokens:
+            logits, own = self.forward(read, states, first)
+            found.append(float(logits[-1].max() - logits[-1, draft]))
+            read.append(draft)
             states = torch.cat([states, own[-1:]])
         return found
 
 
 @dataclass(frozen=True)
-class WithMtp(Guesser):
+class WithMtp(Drafter):
     """A model, and a multi-token prediction layer of its checkpoint that drafts tokens for it."""
 
     role: ClassVar[str] = "mtp"
@@ -93,7 +93,7 @@ class WithMtp(Guesser):
             states: torch.Tensor = self.model.model(torch.tensor([tokens])).last_hidden_state[0]
         return states
 
-    def guess(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.inference_mode():
             embedded = self.model.get_input_embeddings()(torch.tensor(tokens))
             both = [self._norm(embedded, "embedding"), self._norm(hidden, "hidden")]

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from enginewright.builder.checkpoint.head import HeadFolder, find_head
-from tests.helpers.heads import Guesser, Tensors
+from tests.helpers.heads import Drafter, Tensors
 from tests.helpers.tiny import VOCAB_SIZE, MemoryCheckpoint, tiny_config, tiny_model
 
 # Of tiny heads: the family of the model, and what is not as in `with_medusa`.
@@ -24,7 +24,7 @@ MEDUSA: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class WithMedusa(Guesser):
+class WithMedusa(Drafter):
     """A model, and Medusa heads of another checkpoint that draft tokens for it."""
 
     role: ClassVar[str] = "medusa"
@@ -51,14 +51,14 @@ class WithMedusa(Guesser):
             x = x + torch.nn.functional.silu(h)
         return x @ self.tensors[f"{head}.{self.layers}.weight"].T
 
-    def guess(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: Sequence[int], hidden: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("heads give no states")
 
     @torch.inference_mode()
-    def shortfalls(self, tokens: Sequence[int], guesses: Sequence[int], first: int = 0) -> list[float]:
+    def shortfalls(self, tokens: Sequence[int], draft_tokens: Sequence[int], first: int = 0) -> list[float]:
         state = self.hidden(tokens[:-1])[-1]
-        said = [self.logits(state, head) for head in range(len(guesses))]
-        return [float(logits.max() - logits[guess]) for logits, guess in zip(said, guesses, strict=True)]
+        said = [self.logits(state, head) for head in range(len(draft_tokens))]
+        return [float(logits.max() - logits[draft]) for logits, draft in zip(said, draft_tokens, strict=True)]
 
     def store(self, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor | None]) -> Path:
         """The heads' folder. config, tensors: what is there in the place of its own; without those that are None."""

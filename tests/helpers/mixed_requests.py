@@ -118,7 +118,7 @@ class Recorded(Proposer):
         self._made = dict.fromkeys(sequences, 0)
 
     def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
-        return [self._guess(sequence) for sequence in sequences]
+        return [self._draft(sequence) for sequence in sequences]
 
     def end(self, sequence: TokenSequence) -> None:
         """Does nothing: it keeps nothing of a sequence but a counter."""
@@ -126,7 +126,7 @@ class Recorded(Proposer):
     def close(self) -> None:
         """Does nothing: it holds no resources."""
 
-    def _guess(self, sequence: TokenSequence) -> DraftToken | None:
+    def _draft(self, sequence: TokenSequence) -> DraftToken | None:
         place = len(sequence.token_ids) - sequence.num_prompt_tokens + self._made[sequence]
         answer = self._known.get(asked_by(sequence), [])
         self._made[sequence] += 1
@@ -135,7 +135,7 @@ class Recorded(Proposer):
         return DraftToken(answer[place], 0) if place < len(answer) else None
 
 
-def check_guesses(engine: Engine, count: int, more_than: int, **limits: Any) -> float:
+def check_draft_tokens(engine: Engine, count: int, more_than: int, **limits: Any) -> float:
     """Checks that no completion depends on draft tokens.
 
     Args:
@@ -148,18 +148,18 @@ def check_guesses(engine: Engine, count: int, more_than: int, **limits: Any) -> 
         The share of draft tokens that were accepted.
     """
     plain, _ = answers(engine, count, speculate="off")
-    guessed, after = answers(engine, count, speculate_tokens=4, **limits)
-    check_same(plain, guessed)
-    assert after.speculation is not None and sum(after.speculation.guessed) > more_than
-    return sum(after.speculation.accepted) / sum(after.speculation.guessed)
+    drafted, after = answers(engine, count, speculate_tokens=4, **limits)
+    check_same(plain, drafted)
+    assert after.speculation is not None and sum(after.speculation.drafted) > more_than
+    return sum(after.speculation.accepted) / sum(after.speculation.drafted)
 
 
-def check_same(plain: dict[tuple[int, int], Answer], guessed: dict[tuple[int, int], Answer]) -> None:
+def check_same(plain: dict[tuple[int, int], Answer], drafted: dict[tuple[int, int], Answer]) -> None:
     """Checks that all completions are the same bits, and aborted ones as far as both go."""
-    aborted = {number for (number, _), answer in (*plain.items(), *guessed.items()) if answer.end[0] == "abort"}
-    assert {key for key in plain if key[0] not in aborted} == {key for key in guessed if key[0] not in aborted}
-    for key in plain.keys() & guessed.keys():
-        one, other = plain[key], guessed[key]
+    aborted = {number for (number, _), answer in (*plain.items(), *drafted.items()) if answer.end[0] == "abort"}
+    assert {key for key in plain if key[0] not in aborted} == {key for key in drafted if key[0] not in aborted}
+    for key in plain.keys() & drafted.keys():
+        one, other = plain[key], drafted[key]
         if key[0] in aborted:
             both = min(len(one.tokens), len(other.tokens))
             assert one.tokens[:both] == other.tokens[:both], key

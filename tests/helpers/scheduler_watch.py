@@ -116,7 +116,7 @@ class Watch:
         self.rows: dict[TokenSequence, set[int]] = {}  # positions that have given logits
         self.scored: dict[TokenSequence, set[int]] = {}  # positions of prompts whose tokens have been scored
         self.num_steps = self.num_computed = self.num_shared = self.num_wasted = 0
-        self.num_guessed = self.num_right = self.num_again = 0
+        self.num_verified = self.num_right = self.num_again = 0
 
     def add(self, sequence: TokenSequence) -> None:
         bound = sum(one.max_tokens for one in self.alive) + sequence.max_tokens
@@ -200,12 +200,12 @@ class Watch:
         """Samples a token, and one more for each draft token that was right."""
         failed, tokens, accepted = sequence in self.poisoned, self.tokens[sequence], list[SampledToken]()
         assert len(tokens) == sequence.num_computed_tokens - len(sequence.draft_tokens)
-        for guess in (*sequence.draft_tokens, None):
+        for draft in (*sequence.draft_tokens, None):
             accepted.append(SampledToken(0 if failed else self.draw(tokens), is_nan=failed))
             tokens.append(accepted[-1].token)
-            if failed or accepted[-1].token != guess:
+            if failed or accepted[-1].token != draft:
                 break
-        self.num_guessed += len(sequence.draft_tokens)
+        self.num_verified += len(sequence.draft_tokens)
         self.num_right += len(accepted) - 1
         return accepted
 
@@ -267,9 +267,9 @@ class Watch:
         self.num_again += again
         for kv, held in zip(self.groups, sequence.held, strict=True):
             if isinstance(kv, PagedCache):
-                assert len(held.blocks) == -(-computed // kv.block_size), "a block of wrong guesses is still held"
+                assert len(held.blocks) == -(-computed // kv.block_size), "a block of wrong draft tokens is still held"
             else:
-                assert held.checkpoint is None, "a copy of a state from before guesses is still held"
+                assert held.checkpoint is None, "a copy of a state from before draft tokens is still held"
 
     def _check_tokens(self, plan: StepPlan) -> None:
         sizes, inputs = plan.inputs.sizes, plan.inputs.arrays
@@ -280,14 +280,14 @@ class Watch:
         assert sizes.sequences == len(plan.scheduled) == len({part.sequence for part in plan.scheduled})
         assert all(part.num_tokens > 0 for part in plan.scheduled)
         ends = [part.end for part in plan.scheduled]
-        guesses = [len(part.sequence.draft_tokens) for part in plan.scheduled]
+        draft_tokens = [len(part.sequence.draft_tokens) for part in plan.scheduled]
         lengths = [  # before it
             part.sequence.num_tokens - (1 + count) * (part.sequence in plan.rows.sequences)
-            for part, count in zip(plan.scheduled, guesses, strict=True)
+            for part, count in zip(plan.scheduled, draft_tokens, strict=True)
         ]
         decoding = [
             part.first + 1 == length and not count
-            for part, length, count in zip(plan.scheduled, lengths, guesses, strict=True)
+            for part, length, count in zip(plan.scheduled, lengths, draft_tokens, strict=True)
         ]
         assert decoding == sorted(decoding, reverse=True), "decodes go first"
         assert plan.num_decodes == sum(decoding)

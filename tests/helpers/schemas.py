@@ -83,7 +83,7 @@ BOUNDED: dict[str, Schema] = {
     "names with escapes": closed('a"b', **{'a"b': FLAG, "ü": COUNT, "$ref": FLAG}),
     "no property": closed(),
     "additionalProperties": {"type": "object", "additionalProperties": COUNT, "maxProperties": 3},
-    "additional beside named": {**POINT, "additionalProperties": FLAG, "maxProperties": 4},
+    "additional and named": {**POINT, "additionalProperties": FLAG, "maxProperties": 4},
     "patternProperties": {
         "type": "object",
         "patternProperties": {"^n_[a-z]{1,3}$": COUNT},
@@ -96,7 +96,7 @@ BOUNDED: dict[str, Schema] = {
     "oneOf objects": {"oneOf": [CIRCLE, SQUARE]},
     "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 12}]},
     "$ref": {"$defs": TREE, **some({"$ref": "#/$defs/branch"}, 1, 2)},
-    "$ref beside": {"definitions": {"n": COUNT}, **closed("a b", a={"$ref": "#/definitions/n"}, b=FLAG)},
+    "$ref and siblings": {"definitions": {"n": COUNT}, **closed("a b", a={"$ref": "#/definitions/n"}, b=FLAG)},
     "everything": closed(
         "id shape tags",
         id={"type": "string", "format": "uuid"},

@@ -3,8 +3,8 @@
 from tests.helpers.breadth import others, repeated
 from tests.speculation import test_heads as short
 
-test_engines_guess_what_heads_would = repeated(
-    short.test_engines_guess_what_heads_would, "case", others(short.GUESSING, short.SOME_GUESSING)
+test_engines_draft_what_heads_would = repeated(
+    short.test_engines_draft_what_heads_would, "case", others(short.DRAFTING, short.SOME_DRAFTING)
 )
 test_no_answer_depends_on_heads = repeated(
     short.test_no_answer_depends_on_heads, "case", others(short.HEADS, short.SOME_HEADS)

@@ -19,8 +19,8 @@ PROMPT, STEPS = 3000, 200
 LONGEST = PROMPT + STEPS + 1
 OTHERS = others(HYBRIDS, OF_EACH_STATE)
 
-test_bits_are_the_same_alone_and_beside_others_however_prompts_are_cut = repeated(
-    short.test_bits_are_the_same_alone_and_beside_others_however_prompts_are_cut, "family", OTHERS
+test_bits_are_the_same_alone_and_with_others_however_prompts_are_cut = repeated(
+    short.test_bits_are_the_same_alone_and_with_others_however_prompts_are_cut, "family", OTHERS
 )
 test_engines_are_near_transformers = repeated(
     short.test_engines_are_near_transformers, ("family", "quant"), others(short.BY_QUANT, short.SOME_BY_QUANT)

@@ -47,5 +47,5 @@ def test_mixed_requests_with_few_blocks(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["llama"], indirect=True)
-def test_a_damaged_entry_is_computed_anew(engine: Engine, tmp_path: Path) -> None:
+def test_a_damaged_entry_is_computed_again(engine: Engine, tmp_path: Path) -> None:
     check_damaged_entry(engine, "a bit", tmp_path)

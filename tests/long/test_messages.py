@@ -6,5 +6,5 @@ from tests.text import test_messages as short
 test_nothing_of_a_call_is_text_wherever_it_is_cut = repeated(
     short.test_nothing_of_a_call_is_text_wherever_it_is_cut,
     ("name", "lead"),
-    others(short.CUT_BEHIND, short.SOME_CUT_BEHIND),
+    others(short.CUT_AFTER, short.SOME_CUT_AFTER),
 )

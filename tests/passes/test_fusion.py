@@ -161,7 +161,7 @@ def test_what_only_looks_like_the_pattern_is_left_alone(model: ir.Model, own: Pa
     ],
     ids=["normed", "quantized sum", "quantized", "product of groups", "gated"],
 )
-def test_the_pattern_beside_it_is_fused(model: ir.Model, own: Pass, left: list[str]) -> None:
+def test_the_pattern_next_to_it_is_fused(model: ir.Model, own: Pass, left: list[str]) -> None:
     before = results(model)
     assert own(model).rewrites == 1
     check_graph(model)

@@ -240,20 +240,20 @@ def test_the_finished_graph_is_what_a_lowering_takes(case: str, quant: QuantConf
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3_text"])
-def test_only_wanted_rows_pass_what_is_behind_the_last_attention(case: str) -> None:
+def test_only_wanted_rows_pass_what_is_after_the_last_attention(case: str) -> None:
     model, _ = run_pipeline(dense_graph(case), Bf16())
     *_, attention = (node for node in model.graph if node.op_type == "PagedAttention")
     first, second = (node for node in model.graph if node.op_type == "Gather")
     assert {first.inputs[0], second.inputs[0]} > {attention.outputs[0]}
     nodes = tuple(model.graph)
-    behind = [node for node in nodes[nodes.index(attention) + 1 :] if node.op_type not in ("Gather", "Cast")]
-    assert sum(node.op_type == "GemmBf16" for node in behind) == 4  # o, gate and up, down, head
-    assert {str(value.shape[0]) for node in behind for value in node.outputs if value.shape} == {"logit_rows"}
+    later = [node for node in nodes[nodes.index(attention) + 1 :] if node.op_type not in ("Gather", "Cast")]
+    assert sum(node.op_type == "GemmBf16" for node in later) == 4  # o, gate and up, down, head
+    assert {str(value.shape[0]) for node in later for value in node.outputs if value.shape} == {"logit_rows"}
     assert not [node for node in nodes if node.op_type == "Cast"]
 
 
 @pytest.mark.parametrize("reader", ["logits", "layers.2.mlp.down_proj", "layers.2.self_attn.o_proj"])
-def test_rows_are_chosen_behind_what_somebody_else_reads_whole(reader: str) -> None:
+def test_rows_are_chosen_after_what_somebody_else_reads_whole(reader: str) -> None:
     model, own = graph_before("llama", "gather_early")
     value = next(value for node in model.graph for value in node.outputs if value.name == reader)
     if reader == "logits":

@@ -118,7 +118,7 @@ def test_an_optional_input_may_be_absent_in_both_ways() -> None:
         without.plugin.node(inputs, **without.attributes)
 
 
-def test_a_scale_stands_beside_int8_alone() -> None:
+def test_a_scale_stands_next_to_int8_alone() -> None:
     case = FIRST["RmsNorm"]
     for to, others in ((FLOAT, []), (BFLOAT16, []), (INT8, [FLOAT])):
         node = case.plugin.node(case.inputs(), **{**case.attributes, "to": int(to)})

@@ -269,8 +269,8 @@ def test_nan_fails_its_row_alone(filters: dict[str, Any], vocab: int) -> None:
     clean = logits_of(vocab, 5)
     bad = clean.copy()
     bad[1, vocab // 2], bad[2, -1], bad[3] = np.nan, np.inf, -np.inf
-    entries, twins = ([request(SamplingParams(seed=1, **filters), vocab) for _ in range(5)] for _ in range(2))
-    result, expected = Sampler().sample(bad, entries), Sampler().sample(clean, twins)
+    entries, siblings = ([request(SamplingParams(seed=1, **filters), vocab) for _ in range(5)] for _ in range(2))
+    result, expected = Sampler().sample(bad, entries), Sampler().sample(clean, siblings)
     assert [entry.is_nan for entry in result] == [False, True, True, True, False]
     assert [result[0], result[4]] == [expected[0], expected[4]]
     assert [entry.position - entry.num_prompt_tokens for entry in entries] == [1, 0, 0, 0, 1]

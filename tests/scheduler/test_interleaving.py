@@ -135,7 +135,7 @@ def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
     assert answer(replace(params, min_tokens=20)) == ("x" * 20, 20, "length", None)
 
 
-def test_whoever_samples_gets_the_models_own_settings(engine: Engine) -> None:
+def test_samplers_get_the_models_own_settings(engine: Engine) -> None:
     assert default_params(engine).temperature == 0.0
     asked = default_params(engine, temperature=1.2)
     assert (asked.temperature, asked.top_p) == (1.2, 0.9)

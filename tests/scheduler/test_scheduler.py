@@ -82,7 +82,7 @@ class Traffic:
         caching = bool(random.integers(4))
         self.watch = Watch(groups, limits, blocks, prefix_caching=caching, chunk=chunk, ahead=ahead)
         self.watch.draw = self.draw
-        self.guessing = bool(random.integers(2))
+        self.drafting = bool(random.integers(2))
         self.beginnings = random.integers(0, VOCAB - 1, (3, LONGEST)).tolist()
 
     def arrive(self) -> None:
@@ -131,7 +131,7 @@ class Traffic:
         self.abort()
         while len(self.watch.alive) < 20 and self.random.random() < 0.4:
             self.arrive()
-        if self.guessing:
+        if self.drafting:
             self.propose()
         late = 0 if self.watch.schedule() is None or self.random.random() < 0.1 else self.watch.ahead
         while len(self.watch.under_way) > late:
@@ -152,7 +152,7 @@ def test_thousands_of_steps(ahead: int) -> None:
 
 def check_traffic(num_steps: int, ahead: int) -> None:
     """No leak, no starvation, no step beyond its budget, no block that is not its sequence's; and all of it happens."""
-    steps = preemptions = shared = cached = wasted = guessed = right = again = states = seed = 0
+    steps = preemptions = shared = cached = wasted = drafted = right = again = states = seed = 0
     while steps < num_steps:
         traffic = Traffic(seed, ahead)
         for _ in range(400):
@@ -163,13 +163,13 @@ def check_traffic(num_steps: int, ahead: int) -> None:
         cached += traffic.watch.scheduler.num_cached_prompt_tokens
         shared += traffic.watch.num_shared
         wasted += traffic.watch.num_wasted
-        guessed += traffic.watch.num_guessed
+        drafted += traffic.watch.num_verified
         right += traffic.watch.num_right
         again += traffic.watch.num_again
         if any(isinstance(kv, RecurrentState) for kv in traffic.watch.groups):
             states += traffic.watch.scheduler.num_cached_prompt_tokens
         seed += 1
-    counts = (preemptions, cached, shared, 5 * wasted, guessed - right, right, 2 * again, states)
+    counts = (preemptions, cached, shared, 5 * wasted, drafted - right, right, 2 * again, states)
     assert min(counts) > 40, counts
 
 
@@ -184,7 +184,7 @@ def test_decodes_are_in_every_step_and_prompts_take_the_rest() -> None:
     assert [[part.num_tokens for part in plan.scheduled] for plan in plans] == [[1, 7], [1, 7], [1, 6], [1, 1]]
 
 
-def test_a_pace_is_kept_beside_decodes_alone() -> None:
+def test_a_pace_is_kept_next_to_decodes_alone() -> None:
     """Nothing decodes: the whole budget; then chunks that cost as much wherever they are, one token at the least."""
     watch = whole(40, chunk=6)
     watch.add(sequence_of(range(12), 30))
@@ -220,7 +220,7 @@ def test_sequences_are_admitted_in_the_order_of_arrival() -> None:
     assert [part.sequence for part in step(watch).scheduled] == [longer, short]
 
 
-def test_the_latest_arrival_is_preempted_and_computed_anew() -> None:
+def test_the_latest_arrival_is_preempted_and_computed_again() -> None:
     """Two that do not fit together: the first goes on to its end, the second begins again with what it had sampled."""
     watch = whole(10, tokens=40)
     first, second = sequence_of(range(16), 36), sequence_of(range(30, 46), 36)
@@ -374,29 +374,29 @@ def test_the_next_step_does_without_the_tokens_of_this_one() -> None:
     assert watch.num_wasted == 1 and watch.all_back()
 
 
-def test_right_guesses_are_several_tokens_of_one_step() -> None:
+def test_right_draft_tokens_are_several_tokens_of_one_step() -> None:
     """A right one and a wrong one give two tokens; the wrong one's block is free again at once."""
     watch = whole(40)
-    guessed, other = sequence_of(range(5), 30), sequence_of([8, 9], 30)
-    for sequence in (guessed, other):
+    drafted, other = sequence_of(range(5), 30), sequence_of([8, 9], 30)
+    for sequence in (drafted, other):
         watch.add(sequence)
     step(watch)
     assert [part.num_tokens for part in step(watch).scheduled] == [1, 1]
-    watch.scheduler.propose(guessed, [3, 7])
+    watch.scheduler.propose(drafted, [3, 7])
     plan = step(watch)
     assert [(part.sequence, part.first, part.num_tokens, part.num_logit_rows) for part in plan.scheduled] == [
         (other, 3, 1, 1),
-        (guessed, 6, 3, 3),
+        (drafted, 6, 3, 3),
     ]
     assert plan.num_decodes == 1 and plan.rows.draft_tokens == ((), (3, 7))
-    assert guessed.token_ids == [*range(5), 3, 3, 3, 3] and len(guessed.held[0].blocks) == 2
+    assert drafted.token_ids == [*range(5), 3, 3, 3, 3] and len(drafted.held[0].blocks) == 2
     assert [part.num_tokens for part in step(watch).scheduled] == [1, 1], "and on as before"
     while watch.alive:
         step(watch)
-    assert len(guessed.token_ids) == len(other.token_ids) == 30 and watch.all_back()
+    assert len(drafted.token_ids) == len(other.token_ids) == 30 and watch.all_back()
 
 
-def test_guesses_take_no_more_than_there_is() -> None:
+def test_draft_tokens_take_no_more_than_there_is() -> None:
     """Draft tokens stay within the step's tokens, rows and blocks and the completion's length, and preempt nobody."""
     watch = whole(3, tokens=8, sequences=2)
     first = sequence_of(range(6), 30)

@@ -369,7 +369,7 @@ def test_memory_that_no_engine_fits_is_refused_at_the_start(
         started(tmp_path, limits, memory=64 << 10)
 
 
-def test_a_file_that_is_replaced_is_served_anew(folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_is_served_again(folder: Path, tmp_path: Path) -> None:
     """A replaced file is served from its next opening on; one that was written to fails requests, and is reopened."""
     served, new = tmp_path / "served.engine", tmp_path / "new"
     shutil.copy(folder / "llama.engine", served)
@@ -399,7 +399,7 @@ def test_an_idle_engine_is_closed_and_its_memory_is_free(folder: Path) -> None:
         server.complete("a", model="llama")
 
 
-@pytest.mark.parametrize("keeps", [True], ids=["disk and guesses"])  # tests/long has one without
+@pytest.mark.parametrize("keeps", [True], ids=["disk and draft tokens"])  # tests/long has one without
 def test_a_closed_engine_is_freed_at_once(folder: Path, tmp_path: Path, keeps: bool) -> None:
     """Nothing of an engine is left once another has taken its place, however it was used."""
     kept = {"kv_cache_disk": 1 << 20, "kv_cache_dir": str(tmp_path), "speculate": "ngram", "mmap": False}

@@ -232,7 +232,7 @@ def samples_of(server: Running) -> list[tuple[str, dict[str, str], float]]:
     return [(one.name, one.labels, one.value) for family in families for one in family.samples]
 
 
-def test_names_of_vllm_stand_beside_ours() -> None:
+def test_names_of_vllm_stand_next_to_ours() -> None:
     with running(metrics_compat="vllm") as server:
         server.complete([5, 6, 7], max_tokens=4)
         found = samples_of(server)

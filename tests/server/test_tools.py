@@ -176,7 +176,7 @@ def test_an_answer_of_a_structure_is_text(server: Running) -> None:
     assert message["content"] == "Yes." and "reasoning" not in message
 
 
-def test_an_answer_of_a_structure_comes_behind_the_reasoning(server: Running) -> None:
+def test_an_answer_of_a_structure_comes_after_the_reasoning(server: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": ADD, "name": "x"}}
     thinking = {"chat_template_kwargs": {"enable_thinking": True}, "response_format": form}
     answer = server.chat(**thinking, max_tokens=6, ignore_eos=False)["choices"][0]

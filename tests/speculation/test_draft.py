@@ -80,7 +80,7 @@ def built(
         "again": build_engine(target, CONFIG, folder / "again.engine", draft=draft),
         "target": build_engine(target, CONFIG, folder / "target.engine"),
         "draft": build_engine(draft, CONFIG, folder / "draft.engine"),
-        "int4 beside": build_engine(target, INT4_DRAFT, folder / "beside.engine", draft=draft),
+        "int4 too": build_engine(target, INT4_DRAFT, folder / "int4-too.engine", draft=draft),
         "int4 draft": build_engine(draft, INT4_DRAFT.for_draft, folder / "int4.engine"),
     }
 
@@ -93,7 +93,7 @@ def logits_of(engine: Engine) -> list[np.ndarray[Any, Any]]:
         executor.close()
 
 
-@pytest.mark.parametrize(("name", "draft"), [("both", "draft"), ("int4 beside", "int4 draft")])
+@pytest.mark.parametrize(("name", "draft"), [("both", "draft"), ("int4 too", "int4 draft")])
 def test_both_models_compute_what_they_do_alone(built: dict[str, BuildReport], name: str, draft: str) -> None:
     with Engine.open(built[name].path, verify=True) as both:
         own, its = logits_of(both), logits_of(both.for_role("draft"))
@@ -108,7 +108,7 @@ def test_same_inputs_give_the_same_bytes(built: dict[str, BuildReport]) -> None:
     assert built["both"].path.read_bytes() == built["again"].path.read_bytes()
     differing = compare(built["both"].path, built["target"].path)
     assert differing["about"] == {"roles": [("draft",), ()]} and "draft.name" in differing["recipe"]
-    mixed = compare(built["both"].path, built["int4 beside"].path)
+    mixed = compare(built["both"].path, built["int4 too"].path)
     assert mixed["recipe"] == {"draft.quant": [None, "int4-rtn"]}
 
 
@@ -186,14 +186,14 @@ def test_weights_of_first_layers_are_in_memory_once(tmp_path: Path) -> None:
     path = tmp_path / "skip.engine"
     report = build_engine(tiny("target"), CONFIG, path, draft=FirstLayers(1))
     with Engine.open(path, verify=True) as engine:
-        assert engine.weight_bytes == report.weight_bytes == engine.bytes_of_plan()
+        assert engine.weight_bytes == report.weight_bytes == engine.plan_weight_bytes()
         limits = runtime_config(mmap=False, max_num_seqs=2, max_num_batched_tokens=8, kv_cache_memory="4m")
         skip = engine.for_role("skip")
         executor = open_executor(engine, limits)
-        beside = open_executor(skip, limits, executor.weights)
+        sharing = open_executor(skip, limits, executor.weights)
         assert set(skip.plan.weight_names()) < set(engine.plan.weight_names())
-        assert all(beside.weights[name] is executor.weights[name] for name in skip.plan.weight_names())
-        for mine, own in zip(score(beside, PROMPTS), logits_of(skip), strict=True):
+        assert all(sharing.weights[name] is executor.weights[name] for name in skip.plan.weight_names())
+        for mine, own in zip(score(sharing, PROMPTS), logits_of(skip), strict=True):
             assert np.array_equal(mine, own)
         with pytest.raises(UsageError, match=r"has no draft model.*it has skip"):
             engine.for_role("draft")
@@ -230,7 +230,7 @@ def test_weights_of_first_layers_are_on_a_gpu_once(tmp_path: Path) -> None:
             assert ctypes.string_at(address, engine.weight(name)[1].nbytes) == bytes(engine.weight(name)[0])
 
 
-def test_the_builder_names_what_guesses(tmp_path: Path) -> None:
+def test_the_builder_names_what_draft_tokens(tmp_path: Path) -> None:
     """The engine uses the draft method that the builder named by default, and none where speculation is off."""
     path = tmp_path / "auto.engine"
     build_engine(tiny("target"), CONFIG, path, draft=open_draft("auto"))
@@ -239,14 +239,14 @@ def test_the_builder_names_what_guesses(tmp_path: Path) -> None:
     summary = summarize(path)
     assert (summary["speculate"], summary["roles"]) == ("ngram", {}) and "speculate  ngram" in describe(summary)
     limits: dict[str, Any] = {"threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory": "4m"}
-    for asked, guesses in (None, True), ("off", False), ("ngram", True):
+    for asked, draft_tokens in (None, True), ("off", False), ("ngram", True):
         with LLM(path, **limits, speculate=asked) as llm:
-            assert (llm.stats().speculation is not None) == guesses
+            assert (llm.stats().speculation is not None) == draft_tokens
     facts = examine(path, runtime_config(**limits))["engine"]
     assert facts["arena_bytes"] > examine(path, runtime_config(**limits, speculate="off"))["engine"]["arena_bytes"]
 
 
-def test_doctor_counts_the_draft_that_guesses(built: dict[str, BuildReport]) -> None:
+def test_doctor_counts_the_draft_that_draft_tokens(built: dict[str, BuildReport]) -> None:
     """Its figures for both models are those of a running engine."""
     limits: dict[str, Any] = {"threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_memory": "1m"}
     with_draft, without = (
@@ -265,7 +265,7 @@ def test_doctor_counts_the_draft_that_guesses(built: dict[str, BuildReport]) -> 
     assert facts["draft"] == {"arena_bytes": its.arena_bytes, "kv_cache_bytes": its.kv_bytes}
     assert "KV cache for the draft model (draft)" in doctor.describe(with_draft)
     assert without["engine"]["draft"] is None and without["engine"]["kv_cache_bytes"] > own.kv_bytes
-    assert "guesses" not in doctor.describe(without)
+    assert "draft_tokens" not in doctor.describe(without)
     (problem,) = examine(built["target"].path, runtime_config(**limits, speculate="draft"))["problems"]
     assert "has no draft model" in problem
 
@@ -324,15 +324,15 @@ def test_a_draft_by_the_commands(tmp_path: Path) -> None:
     model, draft = (str(tiny_checkpoint(tmp_path / name, "llama")) for name in ("model", "draft"))
     path, runner = tmp_path / "both.engine", CliRunner()
     options = ["build", model, "--draft", draft, "--gate", "off", "-o", str(path)]
-    foreseen = runner.invoke(main, [*options, "--dry-run", "--json"])
-    assert foreseen.exit_code == 0 and msgspec.json.decode(foreseen.stdout)["recipe"]["draft"]["model_type"] == "llama"
+    planned = runner.invoke(main, [*options, "--dry-run", "--json"])
+    assert planned.exit_code == 0 and msgspec.json.decode(planned.stdout)["recipe"]["draft"]["model_type"] == "llama"
     assert runner.invoke(main, options).exit_code == 0
     asked = ["generate", str(path), "-p", "a", "--max-tokens", "20", "--ignore-eos", "--json", "--seed", "5"]
-    plain, guessed = (
+    plain, drafted = (
         msgspec.json.decode(runner.invoke(main, [*asked, "--kv-cache-memory", "4m", *more]).stdout)
         for more in ([], ["--speculate", "draft", "--speculate-tokens", "3"])
     )
-    assert guessed["token_ids"] == plain["token_ids"] and guessed["num_accepted_tokens"] > 0
+    assert drafted["token_ids"] == plain["token_ids"] and drafted["num_accepted_tokens"] > 0
     options[2:4] = ["--draft", "skip:1"]
     assert runner.invoke(main, options).exit_code == 0
     skipped = runner.invoke(main, [*asked, "--kv-cache-memory", "4m", "--speculate", "skip"])

@@ -36,18 +36,18 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     build_engine(
         MemoryCheckpoint.of(tiny_model(config), config),
         BuildConfig(gate=None),
-        path := tmp_path_factory.mktemp("guesses") / "tiny.engine",
+        path := tmp_path_factory.mktemp("draft_tokens") / "tiny.engine",
     )
     with Engine.open(path) as opened:
         yield opened
 
 
-def answers(engine: Engine, guess: Any = None, **limits: Any) -> tuple[list[tuple[str, list[SampledToken], Any]], int]:
+def answers(engine: Engine, draft: Any = None, **limits: Any) -> tuple[list[tuple[str, list[SampledToken], Any]], int]:
     """Generates completions; gives text, tokens and end of each, and the number of steps that they took.
 
     Args:
         engine: the engine that generates.
-        guess: draft tokens by a completion's number and its tokens so far; None: no draft tokens.
+        draft: draft tokens by a completion's number and its tokens so far; None: no draft tokens.
         limits: keys of the configuration that differ from LIMITS.
     """
     core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
@@ -67,16 +67,16 @@ def answers(engine: Engine, guess: Any = None, **limits: Any) -> tuple[list[tupl
             deltas.setdefault((requests.index(request), delta.index), []).append(delta)
         for number, completion in going:
             sequence = completion.sequence
-            if guess is not None and not completion.finished and len(sequence.token_ids) > sequence.num_prompt_tokens:
+            if draft is not None and not completion.finished and len(sequence.token_ids) > sequence.num_prompt_tokens:
                 written = sequence.token_ids[sequence.num_prompt_tokens :]
-                core.propose(completion, guess((number, completion.index), written))
+                core.propose(completion, draft((number, completion.index), written))
     core.close()
     wholes = [merge(deltas[key])[0] for key in sorted(deltas)]
     return [(whole.text, list(whole.tokens), (whole.finish_reason, whole.stop_reason)) for whole in wholes], steps
 
 
 @pytest.mark.parametrize("limits", [{}, {"kv_cache_memory": 200_000}], ids=["whole", "preempted"])
-def test_guesses_change_nothing(engine: Engine, limits: dict[str, Any]) -> None:
+def test_draft_tokens_change_nothing(engine: Engine, limits: dict[str, Any]) -> None:
     plain, plain_steps = answers(engine, **limits)
     keys = [(number, index) for number, params in enumerate(ASKED) for index in range(params.n)]
     known = {key: [one.token for one in tokens] for key, (_, tokens, _) in zip(keys, plain, strict=True)}
@@ -90,8 +90,8 @@ def test_guesses_change_nothing(engine: Engine, limits: dict[str, Any]) -> None:
             rest[len(written) % len(rest)] = NEVER
         return rest
 
-    guessed, steps = answers(engine, partly_right, **limits)
-    assert guessed == plain
+    drafted, steps = answers(engine, partly_right, **limits)
+    assert drafted == plain
     assert steps < plain_steps
     wrong, wrong_steps = answers(engine, lambda *_: [NEVER, NEVER], **limits)
     assert wrong == plain and wrong_steps == plain_steps

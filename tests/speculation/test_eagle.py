@@ -16,7 +16,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.checkpoint.head import find_head
 from enginewright.builder.draft import add_draft, open_draft
-from enginewright.builder.heads.base import GuessedModel
+from enginewright.builder.heads.base import TargetModel
 from enginewright.builder.heads.eagle import build_eagle
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.progress import Silent
@@ -51,7 +51,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     head = with_eagle(case, **EAGLE[case])
     tokens = np.random.default_rng(0).integers(3, 300, 23).tolist()
     target = assembled(head)
-    model = GuessedModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len)
+    model = TargetModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len)
     made, shows = build_eagle(head.draft(tmp_path / "head"), model), target.dense.clone()
     made.reads(shows)
     made.gives(made.graph)
@@ -61,8 +61,8 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
 
     with torch.inference_mode():
         hidden = head.hidden(tokens)[:-2]
-        _, own = head.guess(tokens[1:-1], hidden)
-        logits, given = head.guess(tokens[1:], torch.cat([hidden, own[-1:]]))
+        _, own = head.forward(tokens[1:-1], hidden)
+        logits, given = head.forward(tokens[1:], torch.cat([hidden, own[-1:]]))
     width = own.shape[1]
     rows = np.zeros((len(tokens) - 1, states.shape[1] + width), np.float32)
     rows[:-1, :-width], rows[-1, -width:] = states[:-2], own[-1]
@@ -71,7 +71,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     assert np.abs(said[HIDDEN][0] - given.numpy()).max() < tolerances.HYBRID_LOGITS
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 def test_a_head_may_have_fewer_positions(tmp_path: Path) -> None:
     """A head drafts nothing past its last position, whether the prompt or the completion gets longer."""
     head, path = with_eagle("llama", layers=(1, 2)), tmp_path / "short.engine"
@@ -79,14 +79,14 @@ def test_a_head_may_have_fewer_positions(tmp_path: Path) -> None:
     build_engine(head.checkpoint, CONFIG, path, draft=open_draft(str(folder)))
     prompts = [np.random.default_rng(1).integers(3, 300, length).tolist() for length in (60, 150, 63, 3)]
     params = [SamplingParams(max_tokens=50, ignore_eos=True, seed=seed) for seed in range(4)]
-    tokens, guessed = [], []
+    tokens, drafted = [], []
     for speculate in "off", "eagle":
         with LLM(path, **{**LIMITS, "max_model_len": 256}, speculate=speculate, speculate_tokens=8) as llm:
             outputs = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
             tokens.append([output.outputs[0].token_ids for output in outputs])
-            guessed.append([output.num_guessed_tokens for output in outputs])
+            drafted.append([output.num_draft_tokens for output in outputs])
     assert tokens[0] == tokens[1]
-    assert guessed[1][1] == 0 and min(guessed[1][0], guessed[1][3]) > 10
+    assert drafted[1][1] == 0 and min(drafted[1][0], drafted[1][3]) > 10
 
 
 # Keys that published heads have in addition to those of a tiny one.
@@ -138,7 +138,7 @@ def test_published_configs(speculators: bool, more: Mapping[str, Any], layers: t
     head = with_eagle("llama", layers=(1, 3), speculators=speculators)
     target = assembled(head)
     folder = open_draft(str(head.store(tmp_path / "head", more, {})))
-    made = build_eagle(folder, GuessedModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len))
+    made = build_eagle(folder, TargetModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len))
     assert made.reads.layers == layers
 
 

@@ -45,9 +45,9 @@ from tests.emulator.device import device_for
 from tests.helpers.eagle import EAGLE, WithEagle, right_eagle, with_eagle
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error
-from tests.helpers.heads import MTP, Guesser, right_mtp, with_mtp
+from tests.helpers.heads import MTP, Drafter, right_mtp, with_mtp
 from tests.helpers.medusa import MEDUSA, right_medusa, with_medusa
-from tests.helpers.mixed_requests import LIMITS, answers, check_guesses, check_same
+from tests.helpers.mixed_requests import LIMITS, answers, check_draft_tokens, check_same
 from tests.helpers.onnx_run import run
 from tests.helpers.tiny import ALL_EXPERTS, VOCAB_SIZE, MemoryCheckpoint
 
@@ -56,9 +56,9 @@ CONFIG = BuildConfig(gate=None)
 
 CHAINS = (*MTP, *(f"eagle {case}" for case in EAGLE))  # whose draft tokens depend on earlier ones
 HEADS = (*CHAINS, *(f"medusa {case}" for case in MEDUSA))
-GUESSING = [f"all-experts {case}" if case in ALL_EXPERTS else case for case in CHAINS]
+DRAFTING = [f"all-experts {case}" if case in ALL_EXPERTS else case for case in CHAINS]
 # One of each form in which heads come, and of each kind of layer; tests/long has the others.
-SOME_GUESSING = ["all-experts glm4_moe", "qwen3_5_text", "eagle llama", "eagle llama-own-embedding"]
+SOME_DRAFTING = ["all-experts glm4_moe", "qwen3_5_text", "eagle llama", "eagle llama-own-embedding"]
 SOME_HEADS = ["glm4_moe_lite", "qwen3_5_text", "eagle llama-normed", "medusa llama"]
 QUANTIZED = [
     (case, quant)
@@ -71,7 +71,7 @@ SOME_ANSWERING = ANSWERING[::3]
 
 
 @cache
-def head_of(case: str) -> Guesser:
+def head_of(case: str) -> Drafter:
     """A head by the name of a case. Most models tie their embeddings, and so repeat themselves in greedy decoding."""
     match case.split():
         case ["untied", family]:
@@ -97,7 +97,7 @@ def test_mtp_graphs_are_what_transformers_computes(family: str) -> None:
     head = with_mtp(family)
     tokens = np.random.default_rng(0).integers(3, 300, 23).tolist()
     hidden = head.hidden(tokens)
-    logits, states = head.guess(tokens[1:], hidden[:-1])
+    logits, states = head.forward(tokens[1:], hidden[:-1])
     graph = build_mtp_graph(head.checkpoint)
     assert graph is not None
     ShowHidden()(graph)
@@ -120,28 +120,28 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[list[int], int, Sequence[int]]] = []
-        guess = Speculator.propose
+        draft = Speculator.propose
 
-        def watched(guessing: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Proposals:
-            guesses = guess(guessing, sequences, soon)
-            for one, own in guesses:
-                assert isinstance(guessing._proposer, HeadModel)
-                assert guessing._proposer._num_unread(one) <= 1, "it has read what it guesses behind"
-                self.made.append((list(one.token_ids), guessing._proposer._states[one].first, own))
-            return guesses
+        def watched(drafting: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Proposals:
+            draft_tokens = draft(drafting, sequences, soon)
+            for one, own in draft_tokens:
+                assert isinstance(drafting._proposer, HeadModel)
+                assert drafting._proposer._num_unread(one) <= 1, "it has read what it drafts after"
+                self.made.append((list(one.token_ids), drafting._proposer._states[one].first, own))
+            return draft_tokens
 
         monkeypatch.setattr(Speculator, "propose", watched)
 
-    def check(self, head: Guesser) -> int:
+    def check(self, head: Drafter) -> int:
         """Checks that all draft tokens are the head's own choice; gives their number."""
-        short = [by for tokens, first, guesses in self.made for by in head.shortfalls(tokens, guesses, first)]
-        assert max(short) < tolerances.GUESS_LOGITS
+        short = [by for tokens, first, draft_tokens in self.made for by in head.shortfalls(tokens, draft_tokens, first)]
+        assert max(short) < tolerances.DRAFT_LOGITS
         return len(short)
 
 
-@pytest.mark.usefixtures("guesses_pay")
-@pytest.mark.parametrize("case", SOME_GUESSING)
-def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("speculation_pays")
+@pytest.mark.parametrize("case", SOME_DRAFTING)
+def test_engines_draft_what_heads_would(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several draft tokens in a chain are right after prompts that are read at once and in chunks, with wrong ones
     rolled back; and after a prefix from the cache, where the head begins at the first computed position.
     """
@@ -159,20 +159,20 @@ def test_engines_guess_what_heads_would(case: str, monkeypatch: pytest.MonkeyPat
     assert {first for _, first, _ in watched.made} == {again.num_cached_tokens} == {128}
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 @pytest.mark.parametrize("case", SOME_HEADS)
 def test_no_answer_depends_on_heads(case: str) -> None:
     with Engine.open(engine_of(case)) as engine:
         plain, _ = answers(engine, 40, speculate="off")
         for limits in {}, {"enable_prefix_caching": False, "prefill_chunk_size": 7}:
-            guessed, after = answers(engine, 40, speculate=head_of(case).role, speculate_tokens=4, **limits)
-            check_same(plain, guessed)
-            assert after.speculation is not None and sum(after.speculation.guessed) > 300
+            drafted, after = answers(engine, 40, speculate=head_of(case).role, speculate_tokens=4, **limits)
+            check_same(plain, drafted)
+            assert after.speculation is not None and sum(after.speculation.drafted) > 300
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 @pytest.mark.parametrize("case", ["glm4_moe", "eagle llama", "medusa llama"])
-def test_heads_go_on_behind_preemptions(case: str) -> None:
+def test_heads_go_on_after_preemptions(case: str) -> None:
     """Preempted sequences, computed again from where the prefix cache ends, get draft tokens as before."""
     random, path = np.random.default_rng(4), engine_of(case)
     prompts = [random.integers(3, 300, 40).tolist() for _ in range(6)]
@@ -185,20 +185,20 @@ def test_heads_go_on_behind_preemptions(case: str) -> None:
     with LLM(path, **LIMITS, speculate=role, speculate_tokens=4, kv_cache_memory=2 * both) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
         stats = llm.stats()
-    assert stats.num_preemptions > 1 and stats.speculation is not None and sum(stats.speculation.guessed) > 400
+    assert stats.num_preemptions > 1 and stats.speculation is not None and sum(stats.speculation.drafted) > 400
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 @pytest.mark.parametrize("right", [right_mtp, right_eagle, right_medusa])
-def test_a_head_that_is_right_is_always_right(right: Callable[[], Guesser], tmp_path: Path) -> None:
+def test_a_head_that_is_right_is_always_right(right: Callable[[], Drafter], tmp_path: Path) -> None:
     """A head with the model's own logits is always accepted: both sample with the noise of each token's position."""
     head, path = right(), tmp_path / "right.engine"
     build_engine(head.checkpoint, CONFIG, path, draft=head.draft(tmp_path / "head"))
     with Engine.open(path) as engine:
-        assert check_guesses(engine, 30, 150, speculate=head.role) > 0.97
+        assert check_draft_tokens(engine, 30, 150, speculate=head.role) > 0.97
 
 
-def test_states_that_no_guess_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_no_draft_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where speculation never pays, the head still reads pending states; where it has no memory, it drops them."""
     monkeypatch.setattr(StepCost, "seconds", lambda self, tokens: tokens)
     monkeypatch.setattr(speculator, "PROBING", 0.0)
@@ -295,13 +295,13 @@ def test_heads_may_have_a_method_of_their_own(case: str, tmp_path: Path) -> None
     assert both.about({}).recipe[head.role]["quant"] == "int4-rtn"
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 @pytest.mark.parametrize(("case", "quant"), SOME_ANSWERING)
 def test_no_answer_depends_on_quantized_heads(case: str, quant: str, tmp_path: Path) -> None:
     head, path = head_of(case), tmp_path / "x.engine"
     build_engine(head.checkpoint, replace(CONFIG, quant=quant_config(quant)), path, draft=head.draft(tmp_path / "head"))
     with Engine.open(path) as engine:
-        check_guesses(engine, 12, 100, speculate=head.role)
+        check_draft_tokens(engine, 12, 100, speculate=head.role)
 
 
 def test_gpus_show_hidden_states_and_are_given_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from enginewright.builder.assembly import Assembly, assemble
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint.head import find_head
 from enginewright.builder.draft import add_draft, open_draft
-from enginewright.builder.heads.base import GuessedModel
+from enginewright.builder.heads.base import TargetModel
 from enginewright.builder.heads.medusa import build_medusa
 from enginewright.builder.progress import Silent
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
@@ -60,7 +60,7 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     """Rows of all heads in one step, in no order."""
     head, random = with_medusa(case, **MEDUSA[case]), np.random.default_rng(0)
     target = assembled(head)
-    model = GuessedModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len)
+    model = TargetModel.of("tiny", head.checkpoint.config, target.dense, target.max_seq_len)
     made = build_medusa(head.draft(tmp_path / "head"), model)
     states = head.hidden(random.integers(3, 300, 23).tolist())
     numbers = random.integers(0, head.heads, 23)
@@ -72,19 +72,19 @@ def test_graphs_are_what_the_paper_says(case: str, tmp_path: Path) -> None:
     assert np.abs(said - wanted.numpy()).max() < tolerances.HYBRID_LOGITS
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 @pytest.mark.parametrize("case", SOME)
-def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_draft_what_heads_would(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each head drafts one token, after prompts that are read at once and in chunks, and after a prefix from the cache;
     never are there more draft tokens than heads.
     """
     made: list[tuple[list[int], Sequence[int]]] = []
-    guess = Speculator.propose
+    draft = Speculator.propose
 
     def watched(speculator: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Proposals:
-        guesses = guess(speculator, sequences, soon)
-        made.extend((list(one.token_ids), own) for one, own in guesses)
-        return guesses
+        draft_tokens = draft(speculator, sequences, soon)
+        made.extend((list(one.token_ids), own) for one, own in draft_tokens)
+        return draft_tokens
 
     monkeypatch.setattr(Speculator, "propose", watched)
     head, path, random = with_medusa(case, **MEDUSA[case]), tmp_path / "x.engine", np.random.default_rng(1)
@@ -95,9 +95,9 @@ def test_engines_guess_what_heads_would(case: str, tmp_path: Path, monkeypatch: 
         llm.generate(prompts, params)
         (again,) = llm.generate([[*prompts[3], 7, 9, 11]], params)
     assert again.num_cached_tokens == 128
-    assert max(len(guesses) for _, guesses in made) == min(head.heads, 4)
-    short = [by for tokens, guesses in made for by in head.shortfalls(tokens, guesses)]
-    assert len(short) > 50 and max(short) < tolerances.GUESS_LOGITS
+    assert max(len(draft_tokens) for _, draft_tokens in made) == min(head.heads, 4)
+    short = [by for tokens, draft_tokens in made for by in head.shortfalls(tokens, draft_tokens)]
+    assert len(short) > 50 and max(short) < tolerances.DRAFT_LOGITS
 
 
 def test_gpus_run_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

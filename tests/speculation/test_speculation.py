@@ -14,7 +14,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.draft import FirstLayers
 from enginewright.cli import main
 from enginewright.errors import UsageError
-from enginewright.runtime.config import MAX_GUESSES, RuntimeConfig
+from enginewright.runtime.config import MAX_DRAFT_TOKENS, RuntimeConfig
 from enginewright.runtime.core import engine_core as core
 from enginewright.runtime.core.outputs import to_dicts
 from enginewright.runtime.core.stats import Stats
@@ -32,7 +32,7 @@ from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.late_executor import LateExecutor
-from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_guesses, check_same
+from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_draft_tokens, check_same
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 REQUESTS = 40
@@ -42,8 +42,8 @@ REQUESTS = 40
 def engine_of(family: str, draft: str | int | None = None) -> Path:
     """draft: a family, of whose model the engine holds another that is built like the first; or first layers."""
     path = folder_of_engines() / f"speculation-{family}-{draft}.engine"
-    beside = checkpoint_of(draft) if isinstance(draft, str) else FirstLayers(draft) if draft else None
-    build_engine(checkpoint_of(family), BuildConfig(gate=None), path, draft=beside)
+    draft_model = checkpoint_of(draft) if isinstance(draft, str) else FirstLayers(draft) if draft else None
+    build_engine(checkpoint_of(family), BuildConfig(gate=None), path, draft=draft_model)
     return path
 
 
@@ -60,9 +60,9 @@ DRAFTS: list[tuple[str, str | int]] = [
 SOME_DRAFTS = [DRAFTS[1], DRAFTS[2], DRAFTS[5]]  # the model itself, another one, and first layers
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
-def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_depends_on_draft_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, and a state that cannot be rolled back; right and random draft tokens, with preemptions and without."""
     with Engine.open(engine_of(family)) as engine:
         plain, before = answers(engine, REQUESTS)
@@ -73,25 +73,25 @@ def test_no_answer_depends_on_guesses(family: str, monkeypatch: pytest.MonkeyPat
         check_same(plain, scarce)
         assert after.num_preemptions > 0 or engine.plan.recurrent_states  # of these, there are no slots left to run in
         monkeypatch.setitem(methods.METHODS, "ngram", lambda *_: Recorded(known))
-        guessed, after = answers(engine, REQUESTS, speculate="ngram")
-        check_same(plain, guessed)
+        drafted, after = answers(engine, REQUESTS, speculate="ngram")
+        check_same(plain, drafted)
         assert after.speculation is not None
-        accepted, guesses = sum(after.speculation.accepted), sum(after.speculation.guessed)
-        assert accepted > 200 and guesses - accepted > 40 and after.num_steps < before.num_steps * 2 / 3
+        accepted, draft_tokens = sum(after.speculation.accepted), sum(after.speculation.drafted)
+        assert accepted > 200 and draft_tokens - accepted > 40 and after.num_steps < before.num_steps * 2 / 3
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 @pytest.mark.parametrize(("family", "draft"), SOME_DRAFTS)
-def test_a_draft_guesses_by_the_same_noise(family: str, draft: str | int) -> None:
+def test_a_draft_draft_tokens_by_the_same_noise(family: str, draft: str | int) -> None:
     """A draft that is the model itself is always right, whatever the temperature; another one is not, nor first layers,
     be they with a window, without attention, or with experts.
     """
     with Engine.open(engine_of(family, draft)) as engine:
-        rate = check_guesses(engine, REQUESTS, 300, speculate="draft" if isinstance(draft, str) else "skip")
+        rate = check_draft_tokens(engine, REQUESTS, 300, speculate="draft" if isinstance(draft, str) else "skip")
     assert rate > 0.97 if family == draft else 0 < rate < 0.9
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 def test_first_layers_that_say_all_are_always_right(tmp_path: Path) -> None:
     """Later layers add nothing, so draft tokens and tokens are sampled from the same logits with the same noise."""
     model = checkpoint_of("llama")
@@ -102,17 +102,17 @@ def test_first_layers_that_say_all_are_always_right(tmp_path: Path) -> None:
     path = tmp_path / "skip.engine"
     build_engine(replace(model, stored=stored), BuildConfig(gate=None), path, draft=FirstLayers(1))
     with Engine.open(path) as engine:
-        assert check_guesses(engine, 20, 150, speculate="skip") > 0.97
+        assert check_draft_tokens(engine, 20, 150, speculate="skip") > 0.97
 
 
-@pytest.mark.usefixtures("guesses_pay")
-def test_steps_do_not_run_ahead_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("speculation_pays")
+def test_steps_do_not_run_ahead_of_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps wait for draft tokens even on a device that could run them ahead."""
     monkeypatch.setattr(core, "open_executor", LateExecutor)
     with Engine.open(engine_of("gemma3_text")) as engine:
         plain, _ = answers(engine, 12)
-        guessed, after = answers(engine, 12, speculate="ngram")
-    check_same(plain, guessed)
+        drafted, after = answers(engine, 12, speculate="ngram")
+    check_same(plain, drafted)
     assert after.speculation is not None and sum(after.speculation.accepted) > 0
 
 
@@ -126,10 +126,10 @@ def lookup(proposer: PromptLookup, *sequences: TokenSequence) -> list[tuple[int 
     for one, level in zip(sequences, proposer.confidences(sequences), strict=True):
         proposer.begin([one])
         made = [
-            guess for _ in range(4) for guess in proposer.next_tokens([one]) if guess is not None and level is not None
+            draft for _ in range(4) for draft in proposer.next_tokens([one]) if draft is not None and level is not None
         ]
-        assert all(guess.confidence == level for guess in made)
-        found.append((level, [guess.token for guess in made]))
+        assert all(draft.confidence == level for draft in made)
+        found.append((level, [draft.token for draft in made]))
     return found
 
 
@@ -139,10 +139,10 @@ def test_lookup_takes_the_longest_match_and_the_latest_of_these() -> None:
     assert text.find([1, 2, 3])[0] == 3 and text.find([1, 2, 3])[1].tolist()[:2] == [70, 9]
     assert text.find([9, 2, 3])[1][0] == 60 and text.find([5, 5, 3])[1][0] == 80 and text.find([4])[0] == 0
     text.extend([4])
-    assert text.find([2, 3, 4]) == (0, pytest.approx([])), "the last token has nothing behind it"
+    assert text.find([2, 3, 4]) == (0, pytest.approx([])), "the last token has nothing after it"
 
 
-def test_lookup_guesses_what_repeats_itself() -> None:
+def test_lookup_draft_tokens_what_repeats_itself() -> None:
     proposer = PromptLookup(6)
     going = sequence([5, 1, 2, 3, 1, 2, 3])
     assert lookup(proposer, going) == [(0, [1, 2, 3, 1])], "over and over"
@@ -202,21 +202,21 @@ def test_the_cost_of_steps_is_learned(cost: StepCost) -> None:
     ("of_token", "batch", "expected"),
     [(0.0, 1, 8), (0.05, 1, 8), (0.3, 1, 4), (2.0, 1, 1), (20.0, 1, 0), (0.05, 8, 3), (0.3, 32, 0), (2.0, 32, 0)],
 )
-def test_guesses_are_made_where_they_pay(cost: StepCost, of_token: float, batch: int, expected: int) -> None:
+def test_draft_tokens_are_made_where_they_pay(cost: StepCost, of_token: float, batch: int, expected: int) -> None:
     """A level of 0.8: of a machine on which a token costs more, and of more sequences, fewer."""
     cost.fixed, cost.of_token = 1.0, of_token
     speculator = Speculator(PromptLookup(8), cost, 8, 512)
     repeating = [sequence([*range(number, 20 + number), *range(number, 9 + number)]) for number in range(batch)]
-    guesses = speculator.propose(repeating)
-    assert {len(one) for _, one in guesses} == ({expected} if expected else set())
+    draft_tokens = speculator.propose(repeating)
+    assert {len(one) for _, one in draft_tokens} == ({expected} if expected else set())
 
 
-def test_guesses_stay_within_a_step_and_an_answer(cost: StepCost) -> None:
+def test_draft_tokens_stay_within_a_step_and_an_answer(cost: StepCost) -> None:
     cost.fixed, cost.of_token = 1.0, 0.0
     repeating = [sequence([*range(20), *range(9)]) for _ in range(3)]
     repeating[0].max_tokens = 32
-    guesses = Speculator(PromptLookup(8), cost, 8, 12).propose(repeating)
-    assert sum(len(one) for _, one in guesses) == 12 - 3 and len(guesses[0][1]) == 2
+    draft_tokens = Speculator(PromptLookup(8), cost, 8, 12).propose(repeating)
+    assert sum(len(one) for _, one in draft_tokens) == 12 - 3 and len(draft_tokens[0][1]) == 2
 
 
 class Scripted(Proposer):
@@ -262,11 +262,11 @@ def test_a_chain_ends_where_the_proposer_is_not_sure(
     measured(cost, 1.0, 0.1)
     proposer, going = Scripted(*levels), [sequence([7], 1), sequence([8], 1)]
     speculator = Speculator(proposer, cost, 8, 512)
-    guesses = [(one, list(tokens)) for one, tokens in speculator.propose(going)]
-    assert guesses == ([(one, [*range(1, taken + 1)]) for one in going] if taken else []) and proposer.made == made
+    draft_tokens = [(one, list(tokens)) for one, tokens in speculator.propose(going)]
+    assert draft_tokens == ([(one, [*range(1, taken + 1)]) for one in going] if taken else []) and proposer.made == made
 
 
-def test_guesses_that_take_time_wait_until_a_step_was_measured(cost: StepCost) -> None:
+def test_draft_tokens_that_take_time_wait_until_a_step_was_measured(cost: StepCost) -> None:
     """Until a step was measured, its cost has no unit, and cannot be compared with the seconds that drafting takes."""
     going, proposer = sequence([1, 2, 3] * 5), Scripted(2, 2, 2)
     speculator = Speculator(proposer, cost, 8, 512)
@@ -276,7 +276,7 @@ def test_guesses_that_take_time_wait_until_a_step_was_measured(cost: StepCost) -
     assert speculator.propose([going])
 
 
-def test_each_level_learns_from_its_own_guesses(cost: StepCost) -> None:
+def test_each_level_learns_from_its_own_draft_tokens(cost: StepCost) -> None:
     measured(cost, 1.0, 0.1)
     speculator, going = Speculator(Scripted(2, 2, 2, 1), cost, 8, 512), sequence([7], 1)
     for _ in range(40):
@@ -286,20 +286,20 @@ def test_each_level_learns_from_its_own_guesses(cost: StepCost) -> None:
             break
     acceptance = speculator._of(going)
     assert acceptance.rate(2) < 0.9 and acceptance.rate(1) == 0.05, "which was never verified"
-    assert acceptance.rate(0) < 0.8, "what is expected of a guess is what those that are made promise"
+    assert acceptance.rate(0) < 0.8, "what is expected of a draft is what those that are made promise"
 
 
-def test_wrong_guesses_are_given_up_and_tried_again(cost: StepCost) -> None:
+def test_wrong_draft_tokens_are_given_up_and_tried_again(cost: StepCost) -> None:
     cost.fixed, cost.of_token = 1.0, 0.1
     speculator, going, tried = Speculator(PromptLookup(8), cost, 8, 512), sequence([1, 2, 3] * 5), []
     for _ in range(400):
-        guesses = dict(speculator.propose([going]))
-        tried.append(len(guesses.get(going, ())))
+        draft_tokens = dict(speculator.propose([going]))
+        tried.append(len(draft_tokens.get(going, ())))
         speculator.verified(going, tried[-1], 0)
     assert tried[0] > 1 and max(tried[100:]) == 1
-    assert sum(tried[100:]) == 30, "every tenth step, of which a hundredth takes 0.011, and a guess 0.1"
+    assert sum(tried[100:]) == 30, "every tenth step, of which a hundredth takes 0.011, and a draft 0.1"
     stats = speculator.stats()
-    assert stats.num_drafts == sum(map(bool, tried)) == stats.guessed[0] and sum(stats.accepted) == 0
+    assert stats.num_drafts == sum(map(bool, tried)) == stats.drafted[0] and sum(stats.accepted) == 0
     assert stats.mean_length == 1
 
 
@@ -313,7 +313,7 @@ def test_what_does_not_seem_to_pay_is_tried_now_and_then(cost: StepCost) -> None
     assert not any(full.propose([going]) for _ in range(1000)), "a step has no room for it"
 
 
-def test_a_proposer_reads_what_guesses_make_up_for(cost: StepCost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proposer_reads_what_draft_tokens_make_up_for(cost: StepCost, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(cost, 1.0, 0.1)
     monkeypatch.setattr(Scripted, "catch_up_s", lambda _, sequence: 0.5 * sequence.num_prompt_tokens)
     short, long, ending = sequence([7] * 20, 20), sequence([8] * 400, 400), sequence([9] * 20, 20)
@@ -321,14 +321,14 @@ def test_a_proposer_reads_what_guesses_make_up_for(cost: StepCost, monkeypatch: 
     speculator = Speculator(Scripted(2, 2), cost, 8, 512)
     assert [one for one, _ in speculator.propose([short, long, ending])] == [short]
     assert [one for one, _ in speculator.propose([short, long, ending], soon=4)] == [short]
-    assert not speculator.propose([short, long, ending], soon=64), "guesses do not pay then"
+    assert not speculator.propose([short, long, ending], soon=64), "draft_tokens do not pay then"
     for _ in range(200):
         speculator.end(sequence([7] * 30, 20))  # answers of ten tokens
     tried = [bool(speculator.propose([short])) for _ in range(2000)]
     assert not tried[0] and 0 < sum(tried) < 4, "reading it takes ten seconds, and a thousand steps eleven hundred"
 
 
-def test_right_guesses_raise_the_rate() -> None:
+def test_right_draft_tokens_raise_the_rate() -> None:
     rates = Acceptance.of_all([0.3, 0.5])
     one = rates.of_sequence()
     for right in 1.0, 1.0, 1.0, 1.0, 1.0, 0.0:
@@ -336,14 +336,14 @@ def test_right_guesses_raise_the_rate() -> None:
     assert 0.3 < one.rate(0) < 1 and (one.rate(1), rates.rate(0)) == (0.5, 0.3)
 
 
-@pytest.mark.usefixtures("guesses_pay")
+@pytest.mark.usefixtures("speculation_pays")
 def test_what_is_reported() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with LLM(engine_of("gemma3_text"), **LIMITS, speculate="ngram") as llm:
         (output,) = llm.generate([[5, 6, 7] * 4], params)
         stats = llm.stats()
     assert stats.speculation is not None
-    assert output.num_guessed_tokens == sum(stats.speculation.guessed) > output.num_accepted_tokens - 1 > 0
+    assert output.num_draft_tokens == sum(stats.speculation.drafted) > output.num_accepted_tokens - 1 > 0
     (shown,) = to_dicts(output)
     assert shown["num_accepted_tokens"] == sum(stats.speculation.accepted)
     usage = Usage(3, 9, 0, draft_tokens=7, accepted_tokens=5).to_dict()
@@ -364,8 +364,10 @@ def test_what_is_reported() -> None:
 def test_options_that_make_no_sense() -> None:
     with pytest.raises(UsageError, match=r"speculate is 'trees'.*one of off, ngram, draft, skip, mtp"):
         RuntimeConfig(speculate="trees")
-    with pytest.raises(UsageError, match=rf"speculate_tokens is {MAX_GUESSES + 1}.*must be {MAX_GUESSES} or less"):
-        RuntimeConfig(speculate="ngram", speculate_tokens=MAX_GUESSES + 1)
+    with pytest.raises(
+        UsageError, match=rf"speculate_tokens is {MAX_DRAFT_TOKENS + 1}.*must be {MAX_DRAFT_TOKENS} or less"
+    ):
+        RuntimeConfig(speculate="ngram", speculate_tokens=MAX_DRAFT_TOKENS + 1)
     with pytest.raises(UsageError, match=r"speculate_tokens is 0.*at least 1"):
         RuntimeConfig(speculate_tokens=0)
     path = engine_of("gemma3_text")

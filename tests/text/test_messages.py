@@ -263,11 +263,11 @@ CUT = {**{name: case[:2] for name, case in CASES.items()}, "harmony": (HARMONY, 
 
 
 LEADS = ("", "I look.\n\n", "<think>\nHm.\n</think>\n\nI look.\n")
-CUT_BEHIND = [(name, lead) for name in CUT for lead in LEADS]
-SOME_CUT_BEHIND = every_third(CUT, LEADS)
+CUT_AFTER = [(name, lead) for name in CUT for lead in LEADS]
+SOME_CUT_AFTER = every_third(CUT, LEADS)
 
 
-@pytest.mark.parametrize(("name", "lead"), SOME_CUT_BEHIND)
+@pytest.mark.parametrize(("name", "lead"), SOME_CUT_AFTER)
 def test_nothing_of_a_call_is_text_wherever_it_is_cut(name: str, lead: str) -> None:
     calls, text = CUT[name]
     if calls is HARMONY and lead:
@@ -443,7 +443,7 @@ def test_calls_of_tools_that_there_are_not_come_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "behind"),
+    ("written", "after"),
     [
         ('{"name": "add", "arguments": {}, "id": "x"}', ""),
         ('{"name":"add","parameters":{}}', ""),
@@ -452,10 +452,10 @@ def test_calls_of_tools_that_there_are_not_come_whole() -> None:
         ('{"name": "add", "arguments": {}} so', "} so</tool_call>"),
     ],
 )
-def test_what_stands_around_arguments(written: str, behind: str) -> None:
+def test_what_stands_around_arguments(written: str, after: str) -> None:
     for pieces in cuts(f"<tool_call>{written}</tool_call>"):
         found = parse(MessageFormat(None, HERMES), pieces)
-        assert found == [Call("add", "{}"), *([Text(behind)] if behind else [])], pieces
+        assert found == [Call("add", "{}"), *([Text(after)] if after else [])], pieces
 
 
 def test_two_calls_without_the_mark_between() -> None:

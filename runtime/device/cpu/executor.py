@@ -65,7 +65,7 @@ class CpuExecutor:
         self.engine = engine
         self.plan = engine.plan
         self.max_top_logprobs = self.plan.vocab_size
-        self.memory_plan = plan_memory(self.plan, config, engine.bytes_beside(weights))
+        self.memory_plan = plan_memory(self.plan, config, engine.missing_weight_bytes(weights))
         self.isa = choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
         _check_dtypes(engine)

@@ -104,7 +104,7 @@ class CudaExecutor:
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
         free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
-        weight_bytes = engine.bytes_beside(weights)
+        weight_bytes = engine.missing_weight_bytes(weights)
         self.memory_plan = plan_memory(self.plan, config, weight_bytes, free=free, share=FREE_SHARE)
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)

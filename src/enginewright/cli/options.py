@@ -9,7 +9,7 @@ import click
 from enginewright.cli.help import section, with_options
 from enginewright.cli.values import Bytes, Count, JsonObject
 from enginewright.quant_methods import QUANT_METHODS
-from enginewright.runtime.config import MAX_GUESSES, SPECULATE
+from enginewright.runtime.config import MAX_DRAFT_TOKENS, SPECULATE
 
 QUANTS = tuple(QUANT_METHODS)
 
@@ -116,7 +116,7 @@ LIMIT_OPTIONS = with_options(
         "--speculate-tokens",
         type=Count(),
         default=8,
-        help=f"Maximum number of draft tokens for a sequence in one step, up to {MAX_GUESSES}. Fewer are proposed "
+        help=f"Maximum number of draft tokens for a sequence in one step, up to {MAX_DRAFT_TOKENS}. Fewer are proposed "
         "where more would not make answers faster.",
     ),
     DEVICE_OPTION,
