@@ -53,15 +53,17 @@ class AnswerWriter:
         self._path, self._count, self._num_kept, self._note = path, count, num_kept, note
         self._stream: BinaryIO
         if path is None:
-            self._stream, self._can_cut = sys.stdout.buffer, False
+            sys.stdout.flush()
+            self._stream = getattr(sys.stdout.buffer, "raw", sys.stdout.buffer)
+            self._can_cut = False
         else:
             with self._writing():
                 self._can_cut = is_regular(path)
                 self._stream = open_in_place(path, keep=resume)
-        # Offset of the first answer, and the end of each written answer. A signal may end the work between any two
-        # instructions, so only this list decides what counts as written.
-        self._ends = [self._stream.seek(0, 2) if resume else 0]
-        self._ends_with_line = True  # False while a line is half written
+        self._start = self._stream.seek(0, 2) if resume else 0  # offset of the first answer in the file, in bytes
+        # For each answer that was begun, its length and the sizes of its writes. A signal may end the work between any
+        # two instructions, so only this list decides what is written: all of them, but the last one perhaps in part.
+        self._begun: list[tuple[int, list[int]]] = []
         self._waiting: dict[int, bytes] = {}
 
     def add(self, index: int, lines: bytes) -> None:
@@ -72,7 +74,7 @@ class AnswerWriter:
             lines: the lines of the answer.
         """
         self._waiting[index] = lines
-        while (following := len(self._ends) - 1) in self._waiting:
+        while (following := len(self._begun)) in self._waiting:
             self._write(self._waiting[following])
             del self._waiting[following]
 
@@ -86,7 +88,7 @@ class AnswerWriter:
             if kind is not None:
                 self._write_waiting()
         finally:
-            written = self._num_kept + len(self._ends) - 1
+            written = self._num_kept + len(self._begun) - (not self._ends_with_answer)
             if self._path is not None:
                 with self._writing():
                     self._stream.close()
@@ -95,32 +97,43 @@ class AnswerWriter:
                     print(f"[{written} of {self._count} answers are in {self._path}{note}]", file=sys.stderr)
 
     def _write_waiting(self) -> None:
-        if not self._cut_half_line():
+        if not self._cut_half_answer():
             return
         try:
-            num_written = len(self._ends) - 1
+            num_written = len(self._begun)
             for index in sorted(self._waiting):
                 if index >= num_written:
                     self._write(self._waiting[index])
         finally:
-            self._cut_half_line()
+            self._cut_half_answer()
 
-    def _cut_half_line(self) -> bool:
-        """Cuts off a half-written line; returns True if the output now ends with a complete line."""
-        if not self._ends_with_line and self._can_cut:
+    @property
+    def _ends_with_answer(self) -> bool:
+        """True if the last answer that was begun is written as a whole."""
+        if not self._begun:
+            return True
+        length, sizes = self._begun[-1]
+        return sum(sizes) == length
+
+    def _cut_half_answer(self) -> bool:
+        """Cuts off an answer that is written in part; returns True if the output now ends with a complete one."""
+        if self._ends_with_answer:
+            return True
+        if self._can_cut:
+            end = self._start + sum(length for length, _ in self._begun[:-1])
             with self._writing():
-                self._stream.truncate(self._ends[-1])
-                self._stream.seek(self._ends[-1])
-            self._ends_with_line = True
-        return self._ends_with_line
+                self._stream.truncate(end)
+                self._stream.seek(end)
+        elif any(self._begun[-1][1]):
+            return False
+        self._begun.pop()
+        return True
 
     def _write(self, lines: bytes) -> None:
-        self._ends_with_line = False
+        sizes: list[int] = []
+        self._begun.append((len(lines), sizes))
         with self._writing():
-            write_all(self._stream, lines)
-            self._stream.flush()
-        self._ends.append(self._ends[-1] + len(lines))
-        self._ends_with_line = True
+            write_all(self._stream, lines, sizes)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -112,16 +112,26 @@ def is_regular(path: Path) -> bool:
     return _is_replaceable(path, _status(path))
 
 
-def write_all(stream: BinaryIO, data: bytes) -> None:
+def write_all(stream: BinaryIO, data: bytes, sizes: list[int] | None = None) -> None:
     """Writes to an unbuffered stream, each of whose writes may be short.
 
     Args:
         stream: the stream.
         data: bytes to write.
+        sizes: gets the number of bytes of each write, also where a signal's handler raises an error.
+
+    Raises:
+        OSError: it cannot be written.
     """
+    sizes = [] if sizes is None else sizes
     view = memoryview(data)
     while view:
-        view = view[stream.write(view) :]
+        # Handlers of signals run between bytecodes. This writes and appends in one, so no write is lost from `sizes`.
+        sizes += map(stream.write, (view,))
+        if sizes[-1] is None:  # by a stream that does not block, and is full
+            sizes.pop()
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        view = view[sizes[-1] :]
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -9,9 +9,9 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.commands import batch
 from enginewright.runtime.commands.batch import read_requests, run_batch
+from enginewright.runtime.commands.batch_answers import AnswerWriter
 from enginewright.runtime.sampling.parameters import SamplingParams
 from tests.helpers.outputs import NULL, make_device, read_end, start_engine
 from tests.helpers.serving import tiny_engine
@@ -328,15 +329,68 @@ def test_a_signal_keeps_the_answers_that_are_there(llm: LLM, tmp_path: Path, num
     process = start_engine("generate", tiny_engine(), *options)
     with (tmp_path / "out").open() as output:
         found = [json.loads(output.readline())]
-        # A signal between the write of a line and the note that it is complete counts it as half written, and in a pipe
-        # nothing can follow that. This waits until the writer has passed that point; the second answer takes seconds.
-        time.sleep(0.3)
         process.send_signal(number)
         found += map(json.loads, output)
     _, errors = process.communicate()
     assert process.returncode == 128 + number and "Traceback" not in errors, errors
     assert [answer["id"] for answer in found] == ["first", "third"]
     assert f"[2 of 3 answers are in {tmp_path / 'out'}]" in errors
+
+
+def written_until(path: Path, opcode: int) -> tuple[list[int], bool]:
+    """Adds three answers to a writer, and raises KeyboardInterrupt before an instruction, as a signal's handler may.
+
+    Args:
+        path: the output.
+        opcode: number of instructions of the writer before that.
+
+    Returns:
+        The indices that were added before, and true if all instructions were run.
+    """
+    left, added = iter(range(opcode, -1, -1)), list[int]()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_name not in ("add", "_write", "write_all"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(left) == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    try:
+        with AnswerWriter(path, 3) as writer:
+            for index in (0, 2, 1):
+                sys.settrace(trace)
+                writer.add(index, f"{index}\n".encode())
+                sys.settrace(None)
+                added.append(index)
+    except KeyboardInterrupt:
+        return added, False
+    finally:
+        sys.settrace(None)
+    return added, True
+
+
+@pytest.mark.parametrize("regular", [True, False], ids=["file", "pipe"])
+def test_no_answer_is_lost_or_twice_wherever_a_signal_comes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], regular: bool
+) -> None:
+    for opcode in range(2000):
+        reader, end = os.pipe()
+        path = tmp_path / str(opcode) if regular else Path(f"/dev/fd/{end}")
+        added, complete = written_until(path, opcode)
+        os.close(end)
+        with os.fdopen(reader, "rb") as stream:
+            text = path.read_bytes() if regular else stream.read()
+        found = [int(line) for line in text.splitlines()]
+        assert text == b"".join(b"%d\n" % index for index in found)
+        assert found == sorted(set(found)) and set(added) <= set(found)
+        if complete:
+            break
+        noted = capsys.readouterr().err
+        assert len(found) == 3 or f"[{len(found)} of 3 answers" in noted
+    assert complete and opcode > 50
 
 
 @pytest.mark.parametrize(
