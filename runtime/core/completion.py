@@ -1,6 +1,5 @@
 """One choice of a request while it is generated: its sequence, and the text of its tokens."""
 
-import logging
 from dataclasses import dataclass
 
 from enginewright.runtime.core.outputs import DETOKENIZER, GRAMMAR, NAN_LOGITS, Delta, ends_of
@@ -8,8 +7,6 @@ from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.text.detokenizer import Detokenizer, StopStrings
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -38,17 +35,18 @@ class Completion:
             The text and tokens that they add to the choice. The delta has a finish_reason also where a stop string or
             an error ends the choice, while the sequence has none yet.
         """
-        try:
-            if self.stops is not None or self.sequence.finish_reason is not None:
-                return self._write_with_end(tokens)
-            push = self.detokenizer.push
-            if len(tokens) == 1:
-                return Delta(self.index, push(tokens[0].token), tokens)
-            texts = [push(token.token) for token in tokens]
-            return Delta(self.index, "".join(texts), tokens, ends=ends_of(texts))
-        except Exception:
-            logger.exception("a token could not be turned into text; its request has failed, and no other")
-            return Delta(self.index, "", _without_nan(tokens), "error", DETOKENIZER)
+        if self.stops is not None or self.sequence.finish_reason is not None:
+            return self._write_with_end(tokens)
+        texts = [self.detokenizer.push(token.token) for token in tokens]
+        return Delta(self.index, "".join(texts), tokens, ends=ends_of(texts))
+
+    def failed(self, tokens: tuple[SampledToken, ...]) -> Delta:
+        """Last delta of a choice whose tokens could not be turned into text.
+
+        Args:
+            tokens: the tokens.
+        """
+        return Delta(self.index, "", _without_nan(tokens), "error", DETOKENIZER)
 
     def _write_with_end(self, tokens: tuple[SampledToken, ...]) -> Delta:
         """Does the work of `write` where the choice ends with these tokens, or has stop strings."""

@@ -333,7 +333,7 @@ class EngineCore:
     def _commit_rows(self, step: StepInFlight, outputs: Outputs) -> None:
         """Ends a step: waits for its tokens, and hands them out."""
         plan, sampled = step.plan, self._sampler.end(step.sampled)
-        if plan.rows.has_other_rows or plan.rows.has_grammar:
+        if plan.rows.has_rows_without_token or plan.rows.has_grammar:
             sampled = self._hand_out_scores(plan.rows, sampled)
         now = time.perf_counter()
         step_s = now - max(step.began, self._step_ended)  # the step before may have run until then

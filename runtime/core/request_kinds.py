@@ -1,5 +1,6 @@
 """Kinds of requests, which differ in how sampled tokens become choices: plain, and the best of several candidates."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.speculation.speculator import Speculator
 from enginewright.runtime.step.sequence import TokenSequence
+
+logger = logging.getLogger(__name__)
 
 Outputs = list[tuple[Request, Delta]]
 
@@ -149,7 +152,16 @@ class Plain(RequestKind):
     def on_sampled(
         self, sequence: TokenSequence, tokens: tuple[SampledToken, ...], now: float, outputs: Outputs
     ) -> int:
-        request, delta = self.request, self._completions[sequence].write(tokens)
+        request, completion = self.request, self._completions[sequence]
+        try:
+            if sequence.finish_reason is None and completion.stops is None and len(tokens) == 1:
+                # Nearly all tokens: `write` would do the same, and its call takes as long as all of this.
+                delta = Delta(completion.index, completion.detokenizer.push(tokens[0].token), tokens)
+            else:
+                delta = completion.write(tokens)
+        except Exception:
+            logger.exception("a token could not be turned into text; its request has failed, and no other")
+            delta = completion.failed(tokens)
         if delta.finish_reason is not None or request.first_token_s is None:
             self._follow(sequence, delta, now)
         outputs.append((request, delta))
@@ -193,12 +205,13 @@ class BestOf(Plain):
     def on_sampled(
         self, sequence: TokenSequence, tokens: tuple[SampledToken, ...], now: float, outputs: Outputs
     ) -> int:
-        delta = self._completions[sequence].write(tokens)
-        self._follow(sequence, delta, now)
+        own: Outputs = []
+        num_generated = super().on_sampled(sequence, tokens, now, own)
+        ((_, delta),) = own
         if shown := self._add(delta):
             self._end()
             outputs += [(self.request, one) for one in shown]
-        return len(delta.tokens)
+        return num_generated
 
     def abort(self) -> list[Delta]:
         self._end()

@@ -19,6 +19,7 @@ from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import DiskStore
 from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.kind import Copies
+from enginewright.runtime.sampling.request import RowRequest, SamplingRequest
 from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.scheduler.chunks import PromptChunks
 from enginewright.runtime.scheduler.decodes import RepeatedDecodes
@@ -218,8 +219,8 @@ class Scheduler:
     def _commit(
         self, rows: LogitRows, accepted: Sequence[Sequence[SampledToken]], ending: Sequence[TokenSequence]
     ) -> list[TokenSequence]:
-        if rows.has_other_rows:
-            for row in rows.rows:
+        if rows.other:
+            for row in rows.other.values():
                 if row.purpose is RowPurpose.SCORE_PROMPT:
                     row.sequence.needs_prompt_logits = row.index + 1 < row.sequence.num_prompt_tokens
         ended, stride = [], self._cache.stride
@@ -233,7 +234,7 @@ class Scheduler:
                 continue
             token, token_ids = sampled.token, sequence.token_ids
             known = len(token_ids)
-            if sequence.has_unpublished_blocks or known % stride == 0:
+            if known % stride == 0 or sequence.has_unpublished_blocks:
                 self._prefixes.publish(sequence)
             if sequence.is_beam:
                 sequence.num_tokens = known
@@ -499,16 +500,32 @@ class Scheduler:
         """
         new_blocks, copies = self._extend(growing)
         sizes, arrays = self._packer.pack(scheduled, num_decodes, growing)
-        rows: list[LogitRow] = []
+        sampling: list[TokenSequence] = []
+        requests: list[RowRequest] = []
+        other: dict[int, LogitRow] = {}
         ending: list[TokenSequence] = []
         for one in scheduled:
-            sequence = one.sequence
-            sequence.num_computed_tokens = one.end
-            sequence.recomputing = False
-            if sequence.request is not None:
-                self._add_rows(rows, one)
-            elif one.end == sequence.num_tokens:
-                ending.append(sequence)
+            sequence, request, end = one.sequence, one.sequence.request, one.first + one.num_tokens
+            sequence.num_computed_tokens, sequence.recomputing = end, False
+            if request is None:
+                if end == sequence.num_tokens:
+                    ending.append(sequence)
+                continue
+            if sequence.needs_prompt_logits:
+                for row in _rows_of_prompt(one, request):
+                    other[len(requests)] = row
+                    requests.append(row.request)
+                if end < sequence.num_tokens:
+                    continue
+            if one.num_logit_rows:
+                sequence.logits_row, draft_tokens = len(requests), sequence.draft_tokens
+                sequence.num_tokens += 1 + len(draft_tokens)
+                sampling.append(sequence)
+                requests.append(request)
+                if draft_tokens:
+                    for index, after in enumerate(request.rows_after(draft_tokens), start=1):
+                        other[len(requests)] = LogitRow(sequence, RowPurpose.VERIFY, after, index)
+                        requests.append(after)
         for one in scheduled[num_decodes:]:
             # Later, its blocks may have left a sliding window.
             self._prefixes.tag(one.sequence, min(one.end, len(one.sequence.token_ids)))
@@ -516,40 +533,13 @@ class Scheduler:
             StepInputs(sizes, arrays, copies, new_blocks),
             tuple(scheduled),
             num_decodes,
-            LogitRows.of(rows),
+            LogitRows.with_other(sampling, requests, other),
             tuple(ending),
         )
         sequences = plan.rows.sequences
         repeats = num_decodes == len(self._running) == len(sequences) and not any(one.is_beam for one in sequences)
         self._last = plan if repeats else None
         return plan
-
-    @staticmethod
-    def _add_rows(rows: list[LogitRow], scheduled: ScheduledTokens) -> None:
-        """Appends the rows of logits of a sequence, and counts the tokens that will be sampled from them.
-
-        Args:
-            rows: the rows of the step so far.
-            scheduled: the tokens of the sequence in the step.
-        """
-        sequence, end = scheduled.sequence, scheduled.end
-        request = sequence.request
-        assert request is not None
-        if sequence.needs_prompt_logits:  # a row scores the token after its own
-            for position in range(end + 1 - scheduled.num_logit_rows, min(end + 1, len(sequence.token_ids))):
-                scored = request.prompt_token(sequence.token_ids[position])
-                rows.append(LogitRow(sequence, RowPurpose.SCORE_PROMPT, scored, position))
-            if end < sequence.num_tokens:
-                return
-        if not scheduled.num_logit_rows:
-            return
-        sequence.logits_row = len(rows)
-        sequence.num_tokens += 1
-        rows.append(LogitRow(sequence, RowPurpose.SAMPLE, request))
-        if sequence.draft_tokens:
-            sequence.num_tokens += len(sequence.draft_tokens)
-            for index, after in enumerate(request.rows_after(sequence.draft_tokens), start=1):
-                rows.append(LogitRow(sequence, RowPurpose.VERIFY, after, index))
 
     def _extend(self, scheduled: Sequence[ScheduledTokens]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:
         """Gives sequences the blocks that they write in a step.
@@ -563,3 +553,18 @@ class Scheduler:
             self._cache.extend(one.sequence.held, first, first + one.num_tokens, new, self._copies)
         copies, self._copies = self._copies, tuple([] for _ in self._no_copies)
         return new, copies
+
+
+def _rows_of_prompt(scheduled: ScheduledTokens, request: SamplingRequest) -> list[LogitRow]:
+    """Makes the rows that score tokens of a prompt, each of which is the next one after the row's own token.
+
+    Args:
+        scheduled: the tokens of the prompt's sequence in the step.
+        request: the sequence's request.
+    """
+    sequence, end = scheduled.sequence, scheduled.end
+    positions = range(end + 1 - scheduled.num_logit_rows, min(end + 1, len(sequence.token_ids)))
+    return [
+        LogitRow(sequence, RowPurpose.SCORE_PROMPT, request.prompt_token(sequence.token_ids[position]), position)
+        for position in positions
+    ]

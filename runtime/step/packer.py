@@ -1,7 +1,6 @@
 """Packing of a step's tokens into the arrays that kernels read."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +8,7 @@ from numpy.typing import NDArray
 from enginewright.plan import CacheGroup, PagedCache, StepSizes
 from enginewright.runtime.step.dims import StepCounter, widest_block_table
 from enginewright.runtime.step.inputs import Arrays
-from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.sequence import NEVER, TokenSequence
 from enginewright.runtime.step.step_plan import ScheduledTokens
 
 
@@ -82,13 +81,13 @@ class Packer:
                 first, blocks = part.first // paged.block_size, sequence.held[paged.index].blocks
                 paged.table[sequence.row, first : len(blocks)] = blocks[first:]
         sequences = [part.sequence for part in scheduled]
-        counts = [part.num_tokens for part in scheduled]
-        starts = np.array([0, *accumulate(counts)], np.int32)
+        counts = np.array([part.num_tokens for part in scheduled], np.int32)
+        starts = np.zeros(len(scheduled) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
         kv_len = np.array([part.first for part in scheduled], np.int32)
         owners = np.repeat(np.arange(len(scheduled)), counts)  # index in `scheduled` of each token
         positions = np.arange(len(owners), dtype=np.int32) + (kv_len - starts[:-1])[owners]
         kv_len += counts
-        seconds = np.array([sequence.second_from for sequence in sequences], np.int32)
         tokens = np.empty(len(owners), np.int32)
         tokens[:num_decodes] = [
             sequence.token_ids[-1] if len(sequence.token_ids) == sequence.num_tokens else -1 - sequence.logits_row
@@ -109,7 +108,7 @@ class Packer:
             "kv_len": kv_len,
             "logit_rows": np.array(logit_rows, np.int32),
             "first_rows": starts[:-1],
-            "token_types": (positions >= seconds[owners]).astype(np.int32),
+            "token_types": _token_types(sequences, owners, positions),
         }
         self._gather()
         for paged in self._paged:
@@ -163,6 +162,22 @@ class Packer:
         width = -(-self._longest // self._block_size)
         for paged in self._paged:
             self._arrays[paged.table_name] = paged.table[self._rows, :width]
+
+
+def _token_types(
+    sequences: Sequence[TokenSequence], owners: NDArray[np.intp], positions: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Type of each token: 1 in the second text of a pair, otherwise 0.
+
+    Args:
+        sequences: the sequences of the step.
+        owners: index in `sequences` of each token.
+        positions: position of each token.
+    """
+    if not [sequence for sequence in sequences if sequence.second_from != NEVER]:
+        return np.zeros(len(owners), np.int32)
+    second_from = np.array([sequence.second_from for sequence in sequences], np.int32)
+    return (positions >= second_from[owners]).astype(np.int32)
 
 
 def _input_tokens(part: ScheduledTokens) -> list[int]:

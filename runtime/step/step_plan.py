@@ -1,6 +1,6 @@
 """One step, as the scheduler plans it: the executor's inputs, and the use of each row of logits."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
 from typing import Self
 
@@ -48,36 +48,54 @@ class LogitRow(msgspec.Struct, frozen=True, gc=False):
 class LogitRows(msgspec.Struct, frozen=True):
     """The rows of logits of a step, in the executor's order. Steps that decode the same sequences share one object."""
 
-    rows: tuple[LogitRow, ...] = ()  # one for each row of logits
     requests: tuple[RowRequest, ...] = ()  # sampler's request of each row
     sequences: tuple[TokenSequence, ...] = ()  # sequences that get tokens, in the order of their rows
+    other: Mapping[int, LogitRow] = {}  # rows by index, without those whose purpose is SAMPLE
     draft_tokens: tuple[
         tuple[int, ...], ...
     ] = ()  # draft tokens that the step verifies, for each of `sequences`; () if it verifies none
     has_grammar: bool = False  # true if at least one request has a grammar
-    has_other_rows: bool = False  # true if some rows give no token: they score tokens of prompts, or are dropped
 
     @classmethod
     def of(cls, rows: Sequence[LogitRow]) -> Self:
-        """Makes the rows of a step, and derives the other fields from them."""
-        sequences: list[TokenSequence] = []
-        draft_tokens: list[tuple[int, ...]] = []
-        has_draft_tokens = has_other_rows = has_grammar = False
-        for row in rows:
-            has_grammar |= row.request.grammar is not None
-            match row.purpose:
-                case RowPurpose.SAMPLE:
-                    sequences.append(row.sequence)
-                    draft_tokens.append(())
-                case RowPurpose.VERIFY:
-                    assert isinstance(row.request, RowAfterDraft)
-                    draft_tokens[-1] = row.request.draft_tokens  # the last VERIFY row has all of them
-                    has_draft_tokens = True
-                case RowPurpose.SCORE_PROMPT | RowPurpose.DROPPED:
-                    has_other_rows = True
-        requests = tuple([row.request for row in rows])
-        verified = tuple(draft_tokens) if has_draft_tokens else ()
-        return cls(tuple(rows), requests, tuple(sequences), verified, has_grammar, has_other_rows)
+        """Makes the rows of a step from a description of each."""
+        other = {index: row for index, row in enumerate(rows) if row.purpose is not RowPurpose.SAMPLE}
+        sequences = [row.sequence for row in rows if row.purpose is RowPurpose.SAMPLE]
+        return cls.with_other(sequences, [row.request for row in rows], other)
+
+    @classmethod
+    def with_other(
+        cls, sequences: Sequence[TokenSequence], requests: Sequence[RowRequest], other: Mapping[int, LogitRow]
+    ) -> Self:
+        """Makes the rows of a step.
+
+        Args:
+            sequences: the sequences that get tokens.
+            requests: the sampler's request of each row.
+            other: rows by index, without those whose purpose is SAMPLE.
+        """
+        verified = {
+            row.sequence: row.request.draft_tokens  # the last VERIFY row has all of them
+            for row in other.values()
+            if row.purpose is RowPurpose.VERIFY and isinstance(row.request, RowAfterDraft)
+        }
+        draft_tokens = tuple([verified.get(sequence, ()) for sequence in sequences]) if verified else ()
+        grammars = [request.grammar for request in requests if request.grammar is not None]
+        return cls(tuple(requests), tuple(sequences), other, draft_tokens, bool(grammars))
+
+    @property
+    def rows(self) -> list[LogitRow]:
+        """Each row of logits."""
+        sequences = iter(self.sequences)
+        return [
+            self.other.get(index) or LogitRow(next(sequences), RowPurpose.SAMPLE, request)
+            for index, request in enumerate(self.requests)
+        ]
+
+    @property
+    def has_rows_without_token(self) -> bool:
+        """True if some rows give no token: they score tokens of prompts, or are dropped."""
+        return any(row.purpose is not RowPurpose.VERIFY for row in self.other.values())
 
     def of_sequence(self, sequence: TokenSequence) -> "tuple[slice, LogitRows]":
         """Finds the rows that a sequence is sampled from.
@@ -85,11 +103,11 @@ class LogitRows(msgspec.Struct, frozen=True):
         Returns:
             Their slice of the step's rows, and the rows themselves.
         """
-        first = sequence.logits_row
+        rows, first = self.rows, sequence.logits_row
         end = first + 1
-        while end < len(self.rows) and self.rows[end].sequence is sequence:
+        while end < len(rows) and rows[end].sequence is sequence:
             end += 1
-        return slice(first, end), LogitRows.of(self.rows[first:end])
+        return slice(first, end), LogitRows.of(rows[first:end])
 
     def without(self, sequences: Collection[TokenSequence], dropped: DroppedRow) -> "LogitRows":
         """Copies the rows with those that some sequences are sampled from replaced by `dropped`.

@@ -397,7 +397,11 @@ def test_a_killed_server_leaves_what_it_had_written(llama: Path, tmp_path: Path)
 
 def test_a_server_answers_and_ends_in_order_with_odd_files_in_its_folder(tmp_path: Path) -> None:
     """Entries of one prompt are FIFOs, and those of another sparse files of more than the server may take."""
-    reading_pays = "from enginewright.runtime import core\ncore._prompt_seconds = lambda *_: None\n"
+    reading_pays = (
+        "from enginewright.runtime.core import storage\nfrom enginewright.runtime.scheduler import stored\n"
+        "assert storage._prompt_s and stored.LONGEST_S\n"
+        "storage._prompt_s, stored.LONGEST_S = lambda *_: None, 60.0\n"
+    )
     limits = {"kv_cache_disk": "64m", "kv_cache_dir": str(tmp_path), "max_num_batched_tokens": 64}
     of_fifos = {f"0-{key.hex()}" for key in PrefixKeys(32).of(prompt(1), 4)}
 

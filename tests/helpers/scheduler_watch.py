@@ -168,7 +168,7 @@ class Watch:
             self._check_blocks(plan, index)
         accepted = [self._sample(sequence) for sequence in plan.rows.sequences]
         scored = {place for place, row in enumerate(plan.rows.rows) if row.purpose is RowPurpose.SCORE_PROMPT}
-        assert plan.rows.has_other_rows == bool(scored)
+        assert plan.rows.has_rows_without_token == bool(scored)
         assert [row.request for row in plan.rows.rows] == list(plan.rows.requests)
         sampled_rows = [row for row in range(len(plan.rows.requests)) if row not in scored]
         rows_of = [
