@@ -92,6 +92,17 @@ def test_many_requests_in_memory_for_a_tenth(engine: Engine, mixed_alone: Answer
     assert {reason for _, _, reason in together} == {"length"}
 
 
+def test_prompts_of_one_token_have_no_log_probabilities_also_after_preemptions(engine: Engine) -> None:
+    prompts = [[7 + index] for index in range(16)]
+    params = [replace(GREEDY, max_tokens=100, prompt_logprobs=1)] * len(prompts)
+    memory = kv_bytes(engine, [101] * len(prompts), 0.2)
+    with LLM(engine, **LIMITS | {"kv_cache_memory": memory}) as llm:
+        found = llm.generate(prompts, params)
+        assert llm.stats().num_preemptions > 0, "memory was not short"
+    assert [output.prompt_logprobs for output in found] == [[None]] * len(prompts)
+    assert {output.outputs[0].finish_reason for output in found} == {"length"}
+
+
 def test_the_same_with_random_aborts(engine: Engine, mixed_alone: Answers) -> None:
     """An aborted request has generated a prefix of its completion; the others do not change."""
     prompts, params = mixed()
