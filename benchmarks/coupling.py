@@ -35,7 +35,7 @@ from enginewright.runtime.device.devices import Executor, open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.request import SamplingRequest
 from enginewright.runtime.sampling.sampler import Sampler
-from enginewright.runtime.speculation.draft import LEVELS
+from enginewright.runtime.speculation.runner import LEVELS
 
 Floats = NDArray[np.float64]
 

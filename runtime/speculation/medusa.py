@@ -9,71 +9,67 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from enginewright.plan import HIDDEN_BEFORE
-from enginewright.runtime.device.devices import Executor
-from enginewright.runtime.speculation.draft import DraftModel
+from enginewright.runtime.speculation.hidden_states import HiddenStates
+from enginewright.runtime.speculation.proposer import DraftToken, Proposer
+from enginewright.runtime.speculation.runner import FIRST_RATES, UNKNOWN, CatchUp, DraftRunner
 from enginewright.runtime.step.inputs import StepOutputs
 from enginewright.runtime.step.sequence import TokenSequence
-from enginewright.runtime.step.step_cost import StepCost
-from enginewright.runtime.step.step_plan import ScheduledTokens, StepPlan
+from enginewright.runtime.step.step_plan import StepPlan
 
 
-class MedusaModel(DraftModel):
+class MedusaModel(Proposer):
     """Proposes draft tokens by Medusa heads.
 
-    The plan reads one row for each draft token: [columns], 1 in the column of its head, the hidden state in the last
-    columns, and 0 elsewhere.
+    Args:
+        runner: runs the heads.
     """
 
-    def __init__(self, executor: Executor, cost: StepCost) -> None:
-        self._shown: dict[TokenSequence, tuple[int, NDArray[np.float32]]] = {}  # position of the first row, and rows
-        self._read_by: dict[TokenSequence, NDArray[np.float32]] = {}  # hidden state, by the heads' sequence
-        self._columns = executor.plan.buffers[executor.plan.given[HIDDEN_BEFORE]].columns
-        super().__init__(executor, cost)
+    first_rates = FIRST_RATES
+
+    def __init__(self, runner: DraftRunner) -> None:
+        self.runner = runner
+        # For each sequence, hidden states of its last step, [positions, columns], and the position of the first one.
+        self._hidden: dict[TokenSequence, tuple[int, NDArray[np.float32]]] = {}
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
-        shown, end = np.asarray(outputs.hidden), 0
+        hidden, end = np.asarray(outputs.hidden), 0
         for part in plan.scheduled:
             end += part.num_tokens
             if part.num_logit_rows and part.sequence.is_running and not part.sequence.is_beam:
-                rows = shown[end - part.num_logit_rows : end].copy()
-                self._shown[part.sequence] = part.end - part.num_logit_rows, rows
+                rows = hidden[end - part.num_logit_rows : end].copy()
+                self._hidden[part.sequence] = part.end - part.num_logit_rows, rows
 
     def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
-        return [None if self._state(sequence) is None else 0 for sequence in sequences]
+        return [None if self._last_hidden(sequence) is None else UNKNOWN for sequence in sequences]
 
-    def _num_unread(self, sequence: TokenSequence) -> int:
-        return 0  # The heads read no tokens, and the hidden state is known.
+    def begin(self, sequences: Sequence[TokenSequence]) -> None:
+        self.runner.begin([CatchUp(sequence, 0, [0], self._rows(sequence)) for sequence in sequences])
+
+    def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
+        return self.runner.next_tokens(sequences)
+
+    @property
+    def cost_s(self) -> tuple[float, float]:
+        return self.runner.cost.fixed, self.runner.cost.of_token
 
     def end(self, sequence: TokenSequence) -> None:
-        self._shown.pop(sequence, None)
-        super().end(sequence)
+        self._hidden.pop(sequence, None)
+        self.runner.end(sequence)
 
-    def _state(self, sequence: TokenSequence) -> NDArray[np.float32] | None:
-        """Hidden state at the token before the last one, from which the model sampled the last one; None: not known."""
-        first, rows = self._shown.get(sequence, (0, ()))
+    def close(self) -> None:
+        self.runner.close()
+
+    def _last_hidden(self, sequence: TokenSequence) -> NDArray[np.float32] | None:
+        """Hidden state at the last token but one, from which the model sampled the last one; None: not known."""
+        first, rows = self._hidden.get(sequence, (0, ()))
         row = len(sequence.token_ids) - 2 - first
         return rows[row] if 0 <= row < len(rows) else None
 
-    def _follow(self, sequence: TokenSequence) -> TokenSequence | None:
-        own, state = self._own.get(sequence), self._state(sequence)
-        assert state is not None, "nothing is drafted for a sequence whose state is not known"
-        if own is None:
-            own = self._open([0])
-        if own is None:
-            return None
-        self._own[sequence], self._read_by[own] = own, state
-        own.token_ids[:], own.num_computed_tokens = [0], 0
-        return own
-
-    def _release(self, own: TokenSequence) -> None:
-        self._read_by.pop(own, None)
-        super()._release(own)
-
-    def _hidden_before(self, parts: Sequence[ScheduledTokens]) -> NDArray[np.float32]:
-        rows = np.zeros((len(parts), self._columns), np.float32)
-        for row, part in zip(rows, parts, strict=True):
-            row[part.first] = 1.0
-            if (state := self._read_by.get(part.sequence)) is not None:  # there is none while DraftModel measures
-                row[-len(state) :] = state
-        return rows
+    def _rows(self, sequence: TokenSequence) -> HiddenStates:
+        """Rows of all heads: 1 in the column of the head, the hidden state in the last columns, and 0 elsewhere."""
+        hidden = self._last_hidden(sequence)
+        assert hidden is not None, "nothing is drafted for a sequence whose hidden state is not known"
+        rows = np.zeros((self.runner.max_model_len, self.runner.hidden_columns), np.float32)
+        np.fill_diagonal(rows, 1.0)
+        rows[:, -len(hidden) :] = hidden
+        return HiddenStates(rows=list(rows))

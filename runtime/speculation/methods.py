@@ -2,30 +2,46 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
 from enginewright.runtime.config import RuntimeConfig
-from enginewright.runtime.device.devices import Executor
-from enginewright.runtime.device.memory_plan import FREE_SHARE, MemoryPlan, limits_of, plan_memory
+from enginewright.runtime.device.devices import Executor, open_executor
+from enginewright.runtime.device.memory_plan import FREE_SHARE, MemoryPlan, limits_of, plan_memory, sequence_bytes
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.speculation.draft import DraftModel, config_of_draft, kv_bytes_of_draft
+from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.head import HeadModel
 from enginewright.runtime.speculation.lookup import PromptLookup
 from enginewright.runtime.speculation.medusa import MedusaModel
 from enginewright.runtime.speculation.proposer import Proposer
+from enginewright.runtime.speculation.runner import DraftRunner
 from enginewright.runtime.speculation.speculator import Speculator
 from enginewright.runtime.step.step_cost import StepCost
 
 METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
     NGRAM: lambda engine, config, executor: PromptLookup(config.max_draft_tokens),
-    DRAFT: partial(DraftModel.open, DRAFT),
-    SKIP: partial(DraftModel.open, SKIP),
-    MTP: partial(HeadModel.open, MTP),
-    EAGLE: partial(HeadModel.open, EAGLE),
-    MEDUSA: partial(MedusaModel.open, MEDUSA),
+    DRAFT: lambda *model: DraftModel(_open_runner(DRAFT, *model)),
+    SKIP: lambda *model: DraftModel(_open_runner(SKIP, *model)),
+    MTP: lambda *model: HeadModel(_open_runner(MTP, *model)),
+    EAGLE: lambda *model: HeadModel(_open_runner(EAGLE, *model)),
+    MEDUSA: lambda *model: MedusaModel(_open_runner(MEDUSA, *model)),
 }
+
+
+def _open_runner(role: str, engine: Engine, config: RuntimeConfig, executor: Executor) -> DraftRunner:
+    """Opens a draft model whose KV caches hold as many tokens as those of the model.
+
+    Args:
+        role: role of the draft model in the engine.
+        engine: the engine.
+        config: limits of the model.
+        executor: runs the model itself.
+
+    Raises:
+        UsageError: the engine has no draft model in this role.
+    """
+    draft, limits = engine.for_role(role), _config_of_draft(role, engine, config, executor.memory_plan.kv_bytes)
+    return DraftRunner(open_executor(draft, limits, executor.weights), StepCost.of(draft))
 
 
 def with_method(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
@@ -56,10 +72,51 @@ def config_of_model(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
     """
     if config.speculate not in ROLES:
         return config
-    share = 1 / (1 + kv_bytes_of_draft(config.speculate, engine, config, 1.0))
+    ratio = _kv_ratio(config.speculate, engine, config)
     if config.kv_cache_memory is None:
         return config
-    return replace(config, kv_cache_memory=int(share * config.kv_cache_memory))
+    return replace(config, kv_cache_memory=int(config.kv_cache_memory / (1 + ratio)))
+
+
+def _config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: int | None = None) -> RuntimeConfig:
+    """Limits of a draft model.
+
+    Args:
+        role: role of the draft model in the engine.
+        engine: the engine.
+        config: limits of the model.
+        kv_bytes: bytes of the model's KV caches; None: not known yet.
+
+    Raises:
+        UsageError: the engine has no draft model in this role.
+    """
+    length = config.max_model_len or engine.plan.max_seq_len
+    return replace(
+        config,
+        max_model_len=min(length, engine.for_role(role).plan.max_seq_len),
+        max_logit_rows=config.max_num_seqs,
+        # A draft model without caches takes no memory for them, but a limit has to be at least 1.
+        kv_cache_memory=None if kv_bytes is None else max(int(kv_bytes * _kv_ratio(role, engine, config)), 1),
+    )
+
+
+def _kv_ratio(role: str, engine: Engine, config: RuntimeConfig) -> float:
+    """Bytes of a draft model's KV caches over those of the model, if both hold the same number of tokens.
+
+    Args:
+        role: role of the draft model in the engine.
+        engine: the engine.
+        config: limits of the model.
+
+    Raises:
+        UsageError: the engine has no draft model in this role.
+    """
+    length = config.max_model_len or engine.plan.max_seq_len
+    of_model, of_draft = (
+        sequence_bytes(plan.caches, length, config.max_num_batched_tokens)
+        for plan in (engine.plan, engine.for_role(role).plan)
+    )
+    return of_draft / of_model
 
 
 def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) -> tuple[MemoryPlan, MemoryPlan | None]:
@@ -81,7 +138,7 @@ def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) 
     if role is None:
         return plan_memory(engine.plan, config, engine.weight_bytes, free), None
     own = plan_memory(engine.plan, config_of_model(engine, config), engine.weight_bytes, free)
-    limits, taken = config_of_draft(role, engine, config, own.kv_bytes), engine.weight_bytes + own.arena_bytes
+    limits, taken = _config_of_draft(role, engine, config, own.kv_bytes), engine.weight_bytes + own.arena_bytes
     return own, plan_memory(engine.for_role(role).plan, limits, taken, free)
 
 
@@ -107,7 +164,7 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
     if config.kv_cache_memory is None:
         left = free - engine.weight_bytes - _arena_bytes(engine.plan, config)
         if role is not None:
-            left -= _arena_bytes(engine.for_role(role).plan, config_of_draft(role, engine, config))
+            left -= _arena_bytes(engine.for_role(role).plan, _config_of_draft(role, engine, config))
         config = replace(config, kv_cache_memory=max(int(left * FREE_SHARE), 1))
     plans = plan_models(engine, config, free)
     return config, engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans if one is not None)

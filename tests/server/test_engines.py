@@ -135,7 +135,7 @@ def test_the_memory_of_a_draft_is_counted(tmp_path: Path, kv_cache_memory: int |
             assert core._speculator is not None
             draft = core._speculator._proposer
             assert isinstance(draft, DraftModel)
-            plans = core.executor.memory_plan, draft._executor.memory_plan
+            plans = core.executor.memory_plan, draft.runner.executor.memory_plan
         assert nbytes == engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans)
         assert all(one.arena_bytes > 0 and one.kv_bytes > 0 for one in plans)
     if kv_cache_memory is not None:  # else it follows from what is there

@@ -259,7 +259,7 @@ def test_doctor_counts_the_draft_that_draft_tokens(built: dict[str, BuildReport]
         assert core._speculator is not None
         draft = core._speculator._proposer
         assert isinstance(draft, DraftModel)
-        own, its = core.executor.memory_plan, draft._executor.memory_plan
+        own, its = core.executor.memory_plan, draft.runner.executor.memory_plan
     facts = with_draft["engine"]
     assert (facts["arena_bytes"], facts["kv_cache_bytes"]) == (own.arena_bytes, own.kv_bytes)
     assert facts["draft"] == {"arena_bytes": its.arena_bytes, "kv_cache_bytes": its.kv_bytes}

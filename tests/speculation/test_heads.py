@@ -36,6 +36,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.speculation import speculator
 from enginewright.runtime.speculation.head import HeadModel
+from enginewright.runtime.speculation.runner import DraftRunner
 from enginewright.runtime.speculation.speculator import Proposals, Speculator
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
@@ -126,8 +127,8 @@ class Watched:
             draft_tokens = draft(drafting, sequences, soon)
             for one, own in draft_tokens:
                 assert isinstance(drafting._proposer, HeadModel)
-                assert drafting._proposer._num_unread(one) <= 1, "it has read what it drafts after"
-                self.made.append((list(one.token_ids), drafting._proposer._states[one].first, own))
+                assert drafting._proposer.catch_up_s(one) == 0, "it has read what it drafts after"
+                self.made.append((list(one.token_ids), drafting._proposer._hidden[one].first, own))
             return draft_tokens
 
         monkeypatch.setattr(Speculator, "propose", watched)
@@ -207,7 +208,7 @@ def test_states_that_no_draft_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatc
 
     def watched(head: HeadModel, plan: Any, outputs: Any) -> None:
         observe(head, plan, outputs)
-        counts.append(max((len(states.rows) for states in head._states.values()), default=0))
+        counts.append(max((len(states.rows) for states in head._hidden.values()), default=0))
 
     monkeypatch.setattr(HeadModel, "observe", watched)
     prompts = [np.random.default_rng(1).integers(3, 300, length).tolist() for length in (500, 400, 300)]
@@ -216,7 +217,7 @@ def test_states_that_no_draft_needs_do_not_add_up(monkeypatch: pytest.MonkeyPatc
         counts.clear()
         with LLM(engine_of("glm4_moe"), **limits, speculate="mtp") as llm:
             if not has_room:
-                monkeypatch.setattr(HeadModel, "_open", lambda head, token_ids: None)
+                monkeypatch.setattr(DraftRunner, "_open", lambda *_: None)
             llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
             stats = llm.stats().speculation
         assert stats is not None and not stats.num_drafts
