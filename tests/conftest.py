@@ -128,7 +128,7 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 def speculation_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes speculation pay on any machine: a token is worth more than the time to draft and to verify it."""
     monkeypatch.setattr(Speculator, "_worth", lambda *_: 1e9)
-    monkeypatch.setattr(Speculator, "_is_read_for", lambda *_: True)
+    monkeypatch.setattr(Speculator, "_catch_up_pays", lambda *_: True)
 
 
 @pytest.fixture

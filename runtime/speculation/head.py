@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.runtime.speculation.draft import ModelProposer
 from enginewright.runtime.speculation.hidden_states import HiddenStates
-from enginewright.runtime.speculation.proposer import DraftToken, Proposer
-from enginewright.runtime.speculation.runner import FIRST_RATES, UNKNOWN, CatchUp, DraftRunner
+from enginewright.runtime.speculation.runner import UNKNOWN, CatchUp, DraftRunner
 from enginewright.runtime.step.inputs import StepOutputs
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_plan import StepPlan
 
 
-class HeadModel(Proposer):
+class HeadModel(ModelProposer):
     """Proposes draft tokens by a plan that reads hidden states, and outputs its own.
 
     In a row that the plan reads, the first columns are the model's hidden state, or the last columns are the head's
@@ -33,10 +33,8 @@ class HeadModel(Proposer):
         runner: runs the head.
     """
 
-    first_rates = FIRST_RATES
-
     def __init__(self, runner: DraftRunner) -> None:
-        self.runner = runner
+        super().__init__(runner)
         self._hidden: dict[TokenSequence, HiddenStates] = {}  # hidden states that the head has still to read
 
     def observe(self, plan: StepPlan, outputs: StepOutputs) -> None:
@@ -59,25 +57,12 @@ class HeadModel(Proposer):
     def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [UNKNOWN if self._is_ready(sequence) else None for sequence in sequences]
 
-    def begin(self, sequences: Sequence[TokenSequence]) -> None:
-        self.runner.begin([self._catch_up(sequence) for sequence in sequences])
-
-    def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
-        return self.runner.next_tokens(sequences)
-
     def catch_up_s(self, sequence: TokenSequence) -> float:
         return self.runner.catch_up_s(sequence, self._num_known(sequence))
 
-    @property
-    def cost_s(self) -> tuple[float, float]:
-        return self.runner.cost.fixed, self.runner.cost.of_token
-
     def end(self, sequence: TokenSequence) -> None:
         self._hidden.pop(sequence, None)
-        self.runner.end(sequence)
-
-    def close(self) -> None:
-        self.runner.close()
+        super().end(sequence)
 
     def _put(self, sequence: TokenSequence, position: int, hidden: NDArray[np.float32]) -> None:
         """Keeps hidden states that the model has computed.

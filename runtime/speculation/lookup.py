@@ -25,12 +25,12 @@ class Text:
     """A searchable array of tokens. When it is full, it drops its older half.
 
     Args:
-        most: maximum number of tokens; None: no maximum.
+        max_tokens: maximum number of tokens; None: no maximum.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, max_tokens: int | None = None) -> None:
         self._tokens = np.empty(1024, np.int32)
-        self._most = most
+        self._max_tokens = max_tokens
         self._length = 0
 
     def __len__(self) -> int:
@@ -38,10 +38,11 @@ class Text:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
-        if self._most is not None:
-            tokens = tokens[-(self._most // 2) :]
-            if self._length + len(tokens) > self._most:
-                kept = self._tokens[self._length - self._most // 2 : self._length]
+        if self._max_tokens is not None:
+            half = self._max_tokens // 2
+            tokens = tokens[-half:]
+            if self._length + len(tokens) > self._max_tokens:
+                kept = self._tokens[self._length - half : self._length]
                 self._tokens[: len(kept)] = kept.copy()
                 self._length = len(kept)
         end = self._length + len(tokens)
@@ -60,24 +61,31 @@ class Text:
             The length of the match in tokens, and the tokens after it; 0 and no tokens if there is no match.
         """
         tokens = self._tokens[: self._length]
-        places = np.flatnonzero(tokens[:-1] == suffix[-1])
+        ends = np.flatnonzero(tokens[:-1] == suffix[-1])  # positions of the last token of matches
         matched = 0
-        while len(places) and matched < len(suffix):
-            matched, found = matched + 1, places
+        while len(ends) and matched < len(suffix):
+            matched, found = matched + 1, ends
             if matched < len(suffix):
-                places = places[places >= matched]
-                places = places[tokens[places - matched] == suffix[-1 - matched]]
+                ends = ends[ends >= matched]
+                ends = ends[tokens[ends - matched] == suffix[-1 - matched]]
         return (matched, tokens[found[-1] + 1 :]) if matched else (0, tokens[:0])
 
 
 @dataclass(eq=False, slots=True)
-class _OwnText:
-    """The tokens of one sequence, and its draft run."""
+class _Lookup:
+    """The text of one sequence, and the draft run that its last lookup has found."""
 
     text: Text = field(default_factory=Text)  # prompt and answer so far
-    found: Sequence[int] = ()  # draft tokens that the last lookup has found
+    draft_tokens: Sequence[int] = ()  # draft tokens that were found
     confidence: int = 0  # their level of confidence
-    given: int = 0  # number of them that were proposed
+    num_proposed: int = 0  # number of them that were proposed
+
+    def next_token(self) -> DraftToken | None:
+        """The next draft token; None if all were proposed."""
+        if self.num_proposed == len(self.draft_tokens):
+            return None
+        self.num_proposed += 1
+        return DraftToken(self.draft_tokens[self.num_proposed - 1], self.confidence)
 
 
 class PromptLookup(Proposer):
@@ -86,35 +94,28 @@ class PromptLookup(Proposer):
     The tenant is the sequence's cache salt, so that no draft token tells one tenant about the answers of another.
 
     Args:
-        most: maximum number of draft tokens of a sequence in a step.
+        max_draft_tokens: maximum number of draft tokens of a sequence in a step.
     """
 
     first_rates = (0.3, 0.5, 0.8)
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._own: dict[TokenSequence, _OwnText] = {}
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._max_draft_tokens = max_draft_tokens
+        self._lookups: dict[TokenSequence, _Lookup] = {}
         self._answers: OrderedDict[str, Text] = OrderedDict()  # by cache salt, the latest last
 
     def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
-        return [self._look(sequence) for sequence in sequences]
+        return [self._look_up(sequence) for sequence in sequences]
 
     def begin(self, sequences: Sequence[TokenSequence]) -> None:
         for sequence in sequences:
-            self._own[sequence].given = 0
+            self._lookups[sequence].num_proposed = 0
 
     def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
-        return [self._draft(self._own[sequence]) for sequence in sequences]
-
-    @staticmethod
-    def _draft(own: _OwnText) -> DraftToken | None:
-        if own.given == len(own.found):
-            return None
-        own.given += 1
-        return DraftToken(own.found[own.given - 1], own.confidence)
+        return [self._lookups[sequence].next_token() for sequence in sequences]
 
     def end(self, sequence: TokenSequence) -> None:
-        self._own.pop(sequence, None)
+        self._lookups.pop(sequence, None)
         answer = sequence.token_ids[sequence.num_prompt_tokens :]
         if len(answer) <= SHORTEST:
             return
@@ -125,24 +126,25 @@ class PromptLookup(Proposer):
             self._answers.popitem(last=False)
 
     def close(self) -> None:
-        self._own.clear()
+        self._lookups.clear()
         self._answers.clear()
 
-    def _look(self, sequence: TokenSequence) -> int | None:
-        own = self._own.setdefault(sequence, _OwnText())
-        own.text.extend(sequence.token_ids[len(own.text) :])
+    def _look_up(self, sequence: TokenSequence) -> int | None:
+        """Looks up draft tokens after the last tokens of a sequence; returns the level of confidence in them."""
+        lookup = self._lookups.setdefault(sequence, _Lookup())
+        lookup.text.extend(sequence.token_ids[len(lookup.text) :])
         suffix = sequence.token_ids[-LONGEST:]
-        matched, following = own.text.find(suffix)
+        matched, following = lookup.text.find(suffix)
         if matched:
-            following = np.resize(following, self._most)  # a repeating text is continued as a loop
+            following = np.resize(following, self._max_draft_tokens)  # a repeating text is continued as a loop
         answers = self._answers.get(sequence.cache_salt)
         if matched < LONGEST and answers is not None:
-            earlier, its = answers.find(suffix)
-            if earlier > matched:
-                matched, following = earlier, its[: self._most]
+            matched_earlier, following_earlier = answers.find(suffix)
+            if matched_earlier > matched:
+                matched, following = matched_earlier, following_earlier[: self._max_draft_tokens]
                 following = following[: int(np.argmax(following == BETWEEN)) if BETWEEN in following else None]
-        own.found = following.tolist()
-        if matched < min(SHORTEST, len(suffix)) or not own.found:
+        lookup.draft_tokens = following.tolist()
+        if matched < min(SHORTEST, len(suffix)) or not lookup.draft_tokens:
             return None
-        own.confidence = sum(matched >= length for length in LEVELS)
-        return own.confidence
+        lookup.confidence = sum(matched >= length for length in LEVELS)
+        return lookup.confidence

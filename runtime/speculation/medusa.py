@@ -9,25 +9,23 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.runtime.speculation.draft import ModelProposer
 from enginewright.runtime.speculation.hidden_states import HiddenStates
-from enginewright.runtime.speculation.proposer import DraftToken, Proposer
-from enginewright.runtime.speculation.runner import FIRST_RATES, UNKNOWN, CatchUp, DraftRunner
+from enginewright.runtime.speculation.runner import UNKNOWN, CatchUp, DraftRunner
 from enginewright.runtime.step.inputs import StepOutputs
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_plan import StepPlan
 
 
-class MedusaModel(Proposer):
+class MedusaModel(ModelProposer):
     """Proposes draft tokens by Medusa heads.
 
     Args:
         runner: runs the heads.
     """
 
-    first_rates = FIRST_RATES
-
     def __init__(self, runner: DraftRunner) -> None:
-        self.runner = runner
+        super().__init__(runner)
         # For each sequence, hidden states of its last step, [positions, columns], and the position of the first one.
         self._hidden: dict[TokenSequence, tuple[int, NDArray[np.float32]]] = {}
 
@@ -42,22 +40,9 @@ class MedusaModel(Proposer):
     def confidences(self, sequences: Sequence[TokenSequence]) -> Sequence[int | None]:
         return [None if self._last_hidden(sequence) is None else UNKNOWN for sequence in sequences]
 
-    def begin(self, sequences: Sequence[TokenSequence]) -> None:
-        self.runner.begin([CatchUp(sequence, 0, [0], self._rows(sequence)) for sequence in sequences])
-
-    def next_tokens(self, sequences: Sequence[TokenSequence]) -> Sequence[DraftToken | None]:
-        return self.runner.next_tokens(sequences)
-
-    @property
-    def cost_s(self) -> tuple[float, float]:
-        return self.runner.cost.fixed, self.runner.cost.of_token
-
     def end(self, sequence: TokenSequence) -> None:
         self._hidden.pop(sequence, None)
-        self.runner.end(sequence)
-
-    def close(self) -> None:
-        self.runner.close()
+        super().end(sequence)
 
     def _last_hidden(self, sequence: TokenSequence) -> NDArray[np.float32] | None:
         """Hidden state at the last token but one, from which the model sampled the last one; None: not known."""
@@ -65,11 +50,11 @@ class MedusaModel(Proposer):
         row = len(sequence.token_ids) - 2 - first
         return rows[row] if 0 <= row < len(rows) else None
 
-    def _rows(self, sequence: TokenSequence) -> HiddenStates:
+    def _catch_up(self, sequence: TokenSequence) -> CatchUp:
         """Rows of all heads: 1 in the column of the head, the hidden state in the last columns, and 0 elsewhere."""
         hidden = self._last_hidden(sequence)
         assert hidden is not None, "nothing is drafted for a sequence whose hidden state is not known"
         rows = np.zeros((self.runner.max_model_len, self.runner.hidden_columns), np.float32)
         np.fill_diagonal(rows, 1.0)
         rows[:, -len(hidden) :] = hidden
-        return HiddenStates(rows=list(rows))
+        return CatchUp(sequence, 0, [0], HiddenStates(rows=list(rows)))

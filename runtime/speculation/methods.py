@@ -29,17 +29,7 @@ METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
 
 
 def _open_runner(role: str, engine: Engine, config: RuntimeConfig, executor: Executor) -> DraftRunner:
-    """Opens a draft model whose KV caches hold as many tokens as those of the model.
-
-    Args:
-        role: role of the draft model in the engine.
-        engine: the engine.
-        config: limits of the model.
-        executor: runs the model itself.
-
-    Raises:
-        UsageError: the engine has no draft model in this role.
-    """
+    """Opens a draft model whose KV caches hold as many tokens as those of the model, which the executor runs."""
     draft, limits = engine.for_role(role), _config_of_draft(role, engine, config, executor.memory_plan.kv_bytes)
     return DraftRunner(open_executor(draft, limits, executor.weights), StepCost.of(draft))
 
@@ -79,17 +69,7 @@ def config_of_model(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:
 
 
 def _config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes: int | None = None) -> RuntimeConfig:
-    """Limits of a draft model.
-
-    Args:
-        role: role of the draft model in the engine.
-        engine: the engine.
-        config: limits of the model.
-        kv_bytes: bytes of the model's KV caches; None: not known yet.
-
-    Raises:
-        UsageError: the engine has no draft model in this role.
-    """
+    """Limits of a draft model. `config` and `kv_bytes` are the model's; None: its KV caches are not planned yet."""
     length = config.max_model_len or engine.plan.max_seq_len
     return replace(
         config,
@@ -101,16 +81,7 @@ def _config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes:
 
 
 def _kv_ratio(role: str, engine: Engine, config: RuntimeConfig) -> float:
-    """Bytes of a draft model's KV caches over those of the model, if both hold the same number of tokens.
-
-    Args:
-        role: role of the draft model in the engine.
-        engine: the engine.
-        config: limits of the model.
-
-    Raises:
-        UsageError: the engine has no draft model in this role.
-    """
+    """Bytes of a draft model's KV caches over those of the model, if both hold the same number of tokens."""
     length = config.max_model_len or engine.plan.max_seq_len
     of_model, of_draft = (
         sequence_bytes(plan.caches, length, config.max_num_batched_tokens)

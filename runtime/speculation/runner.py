@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from enginewright.plan import HIDDEN_BEFORE
 from enginewright.runtime.cache.cache import Cache
@@ -261,7 +262,8 @@ class DraftRunner:
             The logits, [draft sequences, vocab_size] if `num_logit_rows` is 1.
         """
         new: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
-        parts, hidden = [], []
+        parts: list[ScheduledTokens] = []
+        hidden: list[NDArray[np.float32]] = []
         for draft, count in counts.items():
             tokens, first = draft.tokens, draft.num_computed
             parts.append(ScheduledTokens(tokens, first, count, num_logit_rows))

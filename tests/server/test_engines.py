@@ -133,7 +133,7 @@ def test_the_memory_of_a_draft_is_counted(tmp_path: Path, kv_cache_memory: int |
         planned, nbytes = plan_engine_memory(engine, runtime_config(**LIMITS | limits), 256 << 20)
         with closing(EngineCore(engine, planned)) as core:
             assert core._speculator is not None
-            draft = core._speculator._proposer
+            draft = core._speculator.proposer
             assert isinstance(draft, DraftModel)
             plans = core.executor.memory_plan, draft.runner.executor.memory_plan
         assert nbytes == engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans)

@@ -257,7 +257,7 @@ def test_doctor_counts_the_draft_that_draft_tokens(built: dict[str, BuildReport]
         closing(EngineCore(engine, runtime_config(**limits, speculate="draft"))) as core,
     ):
         assert core._speculator is not None
-        draft = core._speculator._proposer
+        draft = core._speculator.proposer
         assert isinstance(draft, DraftModel)
         own, its = core.executor.memory_plan, draft.runner.executor.memory_plan
     facts = with_draft["engine"]

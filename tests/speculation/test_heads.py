@@ -123,12 +123,12 @@ class Watched:
         self.made: list[tuple[list[int], int, Sequence[int]]] = []
         draft = Speculator.propose
 
-        def watched(drafting: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Proposals:
-            draft_tokens = draft(drafting, sequences, soon)
+        def watched(drafting: Speculator, sequences: Sequence[TokenSequence], num_soon: int) -> Proposals:
+            draft_tokens = draft(drafting, sequences, num_soon)
             for one, own in draft_tokens:
-                assert isinstance(drafting._proposer, HeadModel)
-                assert drafting._proposer.catch_up_s(one) == 0, "it has read what it drafts after"
-                self.made.append((list(one.token_ids), drafting._proposer._hidden[one].first, own))
+                assert isinstance(drafting.proposer, HeadModel)
+                assert drafting.proposer.catch_up_s(one) == 0, "it has read what it drafts after"
+                self.made.append((list(one.token_ids), drafting.proposer._hidden[one].first, own))
             return draft_tokens
 
         monkeypatch.setattr(Speculator, "propose", watched)

@@ -81,8 +81,8 @@ def test_engines_draft_what_heads_would(case: str, tmp_path: Path, monkeypatch: 
     made: list[tuple[list[int], Sequence[int]]] = []
     draft = Speculator.propose
 
-    def watched(speculator: Speculator, sequences: Sequence[TokenSequence], soon: int) -> Proposals:
-        draft_tokens = draft(speculator, sequences, soon)
+    def watched(speculator: Speculator, sequences: Sequence[TokenSequence], num_soon: int) -> Proposals:
+        draft_tokens = draft(speculator, sequences, num_soon)
         made.extend((list(one.token_ids), own) for one, own in draft_tokens)
         return draft_tokens
 

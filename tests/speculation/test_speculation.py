@@ -284,7 +284,7 @@ def test_each_level_learns_from_its_own_draft_tokens(cost: StepCost) -> None:
         speculator.verified(going, len(tokens), 1)  # the second one is always wrong
         if len(tokens) < 3:
             break
-    acceptance = speculator._of(going)
+    acceptance = speculator._acceptances[going]
     assert acceptance.rate(2) < 0.9 and acceptance.rate(1) == 0.05, "which was never verified"
     assert acceptance.rate(0) < 0.8, "what is expected of a draft is what those that are made promise"
 
@@ -320,8 +320,8 @@ def test_a_proposer_reads_what_draft_tokens_make_up_for(cost: StepCost, monkeypa
     ending.max_tokens = 24
     speculator = Speculator(Scripted(2, 2), cost, 8, 512)
     assert [one for one, _ in speculator.propose([short, long, ending])] == [short]
-    assert [one for one, _ in speculator.propose([short, long, ending], soon=4)] == [short]
-    assert not speculator.propose([short, long, ending], soon=64), "draft_tokens do not pay then"
+    assert [one for one, _ in speculator.propose([short, long, ending], num_soon=4)] == [short]
+    assert not speculator.propose([short, long, ending], num_soon=64), "draft_tokens do not pay then"
     for _ in range(200):
         speculator.end(sequence([7] * 30, 20))  # answers of ten tokens
     tried = [bool(speculator.propose([short])) for _ in range(2000)]
