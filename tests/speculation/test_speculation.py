@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from enginewright.runtime.config import MAX_DRAFT_TOKENS, RuntimeConfig
 from enginewright.runtime.core import engine_core as core
 from enginewright.runtime.core.outputs import to_dicts
 from enginewright.runtime.core.stats import Stats
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.server.form import Usage
@@ -26,6 +28,7 @@ from enginewright.runtime.speculation import methods
 from enginewright.runtime.speculation.acceptance import Acceptance
 from enginewright.runtime.speculation.lookup import BETWEEN, MEMORY_TOKENS, TENANTS, PromptLookup, Text
 from enginewright.runtime.speculation.proposer import DraftToken, Proposer
+from enginewright.runtime.speculation.runner import CatchUp, DraftRunner
 from enginewright.runtime.speculation.speculator import PROBING, Speculator
 from enginewright.runtime.speculation.stats import SpeculationStats
 from enginewright.runtime.step.sequence import TokenSequence
@@ -326,6 +329,20 @@ def test_a_proposer_reads_what_draft_tokens_make_up_for(cost: StepCost, monkeypa
         speculator.end(sequence([7] * 30, 20))  # answers of ten tokens
     tried = [bool(speculator.propose([short])) for _ in range(2000)]
     assert not tried[0] and 0 < sum(tried) < 4, "reading it takes ten seconds, and a thousand steps eleven hundred"
+
+
+def test_a_preempted_sequence_frees_its_draft_sequence() -> None:
+    """A draft model has rows for as many sequences as may run, so that a preempted one must not keep its row."""
+    limits = RuntimeConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=16, threads=1)
+    preempted, running = sequence([1, 2, 3]), sequence([4, 5, 6])
+    with Engine.open(engine_of("gemma3_text", "llama")) as engine:
+        draft = engine.for_role("draft")
+        with closing(DraftRunner(CpuExecutor(draft, limits), StepCost.of(draft))) as runner:
+            for one in preempted, running:
+                one.held = [None]
+                (ready,) = runner.catch_up([CatchUp(one, 0, one.token_ids)])
+                assert ready.target is one and list(runner.drafts) == [one] and ready.num_computed == 2
+                one.held = []
 
 
 def test_right_draft_tokens_raise_the_rate() -> None:
