@@ -12,7 +12,7 @@ import threading
 import time
 from asyncio import TimerHandle, get_running_loop
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -215,11 +215,12 @@ class Throughput:
 
     Args:
         stats: gives the engine's counters.
+        live: the requests that have not ended. One that the engine has not received yet is work, too.
         interval_s: seconds between two lines.
     """
 
-    def __init__(self, stats: Callable[[], Stats], interval_s: float = INTERVAL_S) -> None:
-        self._stats, self._interval_s = stats, interval_s
+    def __init__(self, stats: Callable[[], Stats], live: Collection[object], interval_s: float = INTERVAL_S) -> None:
+        self._stats, self._live, self._interval_s = stats, live, interval_s
         self._before, self._since = Stats(), 0.0
         self._timer: TimerHandle | None = None
 
@@ -242,7 +243,7 @@ class Throughput:
         before, stats, seconds = self._before, self._stats(), time.perf_counter() - self._since
         prompt_tokens = stats.prompt_tokens - before.prompt_tokens
         generated_tokens = stats.generated_tokens - before.generated_tokens
-        if stats.num_steps == before.num_steps and not stats.num_running + stats.num_waiting:
+        if stats.num_steps == before.num_steps and not self._live:
             self._timer = None
             return
         hits = stats.cached_prompt_tokens - before.cached_prompt_tokens

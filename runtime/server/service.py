@@ -45,14 +45,14 @@ class Service:
         self.fingerprint = f"fp_{engine.manifest.content_hash[:12]}"
         self.metrics = metrics or Metrics(llm.stats, self.models[0], engine.manifest.content_hash, llm.max_model_len)
         self.metrics.cache = KvBlocks.of(engine.plan.caches, llm.memory_plan.num_blocks)
-        self.throughput = Throughput(llm.stats)
         self.admission = Admission(
             llm.memory_plan.limits.sequences + config.max_num_waiting,
             config.max_waiting_tokens,
             config.max_logprobs_memory,
             llm.max_model_len,
         )
-        self.live: set[Generation | Texts] = set()  # requests that are running
+        self.live: set[Generation | Texts] = set()  # requests that have not ended
+        self.throughput = Throughput(llm.stats, self.live)
         self.draining = False  # True once the server is ending and takes no new requests
         self.stalled = False  # True while the running step exceeds the step timeout
 

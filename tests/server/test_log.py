@@ -438,7 +438,7 @@ def test_a_log_whose_reader_is_gone() -> None:
 
 def test_throughput() -> None:
     with logged() as lines, running() as server:
-        throughput = Throughput(server.llm.stats, interval_s=0.02)
+        throughput = Throughput(server.llm.stats, server.service.live, interval_s=0.02)
         server.service.throughput = throughput
         assert throughput._timer is None
         server.complete(list(range(3, 103)), max_tokens=2000)
