@@ -9,7 +9,6 @@ canonical JSON.
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import msgspec
 
@@ -27,6 +26,12 @@ COMMON_DIMS = ("tokens", "sequences", "logit_rows")
 # tokens.
 HIDDEN, HIDDEN_BEFORE = "hidden", "hidden_before"
 MOST_DIMS = 8  # dimensions of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for this number)
+
+
+def _require(holds: object, fault: str) -> None:
+    """Refuses a plan in which something does not hold."""
+    if not holds:
+        raise CorruptEngineError("the plan is damaged", fault, "Build the engine again.")
 
 
 class StepSizes(msgspec.Struct, frozen=True):
@@ -84,6 +89,19 @@ class Linear(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         factors = dict(self.terms)
         return (self.constant, *(factors.get(dim, 0) for dim in dims))
 
+    def check(self, dims: Sequence[str], minimum: int, what: str) -> None:
+        """Refuses unknown dimensions, and numbers that are out of range.
+
+        Args:
+            dims: dimensions of the plan.
+            minimum: smallest constant and factor.
+            what: start of the error's text, such as "a buffer has a size".
+        """
+        names = [dim for dim, _ in self.terms]
+        _require(names == sorted(set(names)) and set(names) <= set(dims), f"{what} with an unknown dimension")
+        numbers = self.by_position(names)
+        _require(minimum <= min(numbers) and max(numbers) < 2**31, f"{what} that is out of range")
+
 
 def linear(constant: int = 0, **factors: int) -> Linear:
     """Makes a linear number: `linear(tokens=2, constant=1)` is 2 × tokens + 1."""
@@ -96,6 +114,11 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str  # name, among the plan's inputs
     rows: Linear  # number of rows
     columns: Linear = Linear(1)  # number of columns; 1 is a vector
+
+    def check(self, dims: Sequence[str]) -> None:
+        """Refuses sizes that no step has."""
+        for size in (self.rows, self.columns):
+            size.check(dims, 0, f"input {self.name!r} has a size")
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +145,22 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def bytes_at(self, sizes: StepSizes) -> int:
         """Computes the bytes of the buffer for a step of these sizes."""
         return self.rows.at(sizes) * self.stride * self.element_bytes
+
+    def check(self, dims: Sequence[str], num_slots: int) -> None:
+        """Refuses an unknown number type, sizes that no step has, and slots that are out of range.
+
+        Args:
+            dims: dimensions of the plan.
+            num_slots: limit of the slots.
+        """
+        _require_dtype(self.dtype)
+        self.rows.check(dims, 0, "a buffer has a size")
+        _require(0 < self.columns < 2**31, "a buffer has no size")
+        _require(0 <= self.slot < num_slots, "a buffer is out of range")
+
+
+def _require_dtype(name: str) -> None:
+    _require(name in DTYPES and DTYPES[name].bytes, f"unknown dtype {name!r}")
 
 
 class Plane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -172,6 +211,12 @@ class PagedCache(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         before = sizes[: [plane.name for plane in self.planes].index(part)]
         return self.layers.index(layer) * sum(sizes) + sum(before)
 
+    def check(self) -> None:
+        """Refuses a group without layers or planes, and sizes that are out of range."""
+        _require_parts(self)
+        _require(min(self.window, self.kept_tokens) >= 0, "a cache has a window below 0")
+        _require_sizes(self.block_size, *(n for p in self.planes for n in (p.heads, p.dim, p.bytes_per_token)))
+
 
 class StateTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor of a sequence's recurrent state, in one layer."""
@@ -208,6 +253,13 @@ class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
         sizes = self._tensor_bytes()
         return self.layers.index(layer) * sum(sizes) + sum(sizes[: self.parts.index(part)])
 
+    def check(self) -> None:
+        """Refuses a group without layers or tensors, unknown number types, and sizes that are out of range."""
+        _require_parts(self)
+        for tensor in self.tensors:
+            _require_dtype(tensor.dtype)
+        _require_sizes(self.snapshot_tokens, *(size for tensor in self.tensors for size in tensor.shape))
+
     def _tensor_bytes(self) -> list[int]:
         return [prod(tensor.shape) * DTYPES[tensor.dtype].bytes for tensor in self.tensors]
 
@@ -215,16 +267,38 @@ class RecurrentState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 CacheGroup = PagedCache | RecurrentState  # what some of the layers store of a sequence between steps
 
 
+def _require_parts(group: CacheGroup) -> None:
+    _require(group.layers and group.parts, "a cache is empty")
+    _require(len(set(group.parts)) == len(group.parts), "two parts of a cache have one name")
+
+
+def _require_sizes(*sizes: int) -> None:
+    _require(min(sizes) > 0 and max(sizes) < 2**31, "a cache has no size")
+
+
 class InputOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="step"):
     """A step input."""
 
     name: str  # name of the input
+
+    def check(self, plan: "Plan", call: str, role: str) -> None:
+        """Refuses an input that the plan does not have.
+
+        Args:
+            plan: the plan.
+            call: kernel that reads it.
+            role: role of the operand.
+        """
+        _require(any(entry.name == self.name for entry in plan.inputs), f"{call} reads no such input {self.name!r}")
 
 
 class WeightOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="weights"):
     """A weight."""
 
     name: str  # name of the weight
+
+    def check(self, plan: "Plan", call: str, role: str) -> None:
+        """Refuses nothing: the engine's file says which weights there are."""
 
 
 class BufferOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="arena"):
@@ -234,12 +308,35 @@ class BufferOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     column: int  # first column
     columns: int  # number of columns
 
+    def check(self, plan: "Plan", call: str, role: str) -> None:
+        """Refuses columns outside of the plan's buffers.
+
+        Args:
+            plan: the plan.
+            call: kernel that reads or writes it.
+            role: role of the operand.
+        """
+        _require(0 <= self.index < len(plan.buffers), f"{call}.{role} is no buffer")
+        inside = self.column >= 0 and 0 < self.columns <= plan.buffers[self.index].columns - self.column
+        _require(inside, f"{call}.{role} leaves its buffer")
+
 
 class CacheOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="cache"):
     """A part of a layer's cache."""
 
     layer: int  # index of the layer that writes it; others may read it
     part: str  # name of a plane or of a state's tensor
+
+    def check(self, plan: "Plan", call: str, role: str) -> None:
+        """Refuses a part that no cache group of the plan has.
+
+        Args:
+            plan: the plan.
+            call: kernel that reads or writes it.
+            role: role of the operand.
+        """
+        found = any(self.layer in group.layers and self.part in group.parts for group in plan.caches)
+        _require(found, f"{call}.{role} is in no layer's cache")
 
 
 def cache_of(groups: Sequence[CacheGroup], operand: CacheOperand) -> CacheGroup:
@@ -272,6 +369,16 @@ class Extent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         blocks = -(-self.rows.at(sizes) // self.per)
         return min(blocks, self.per_multiprocessor * multiprocessors) if self.per_multiprocessor else blocks
 
+    def check(self, dims: Sequence[str], kernel: str) -> None:
+        """Refuses a grid that no GPU has.
+
+        Args:
+            dims: dimensions of the plan.
+            kernel: kernel that is launched.
+        """
+        self.rows.check(dims, 0, f"{kernel} has a grid")
+        _require(0 < self.per < 2**31 and 0 <= self.per_multiprocessor <= 64, f"{kernel} has no grid")
+
 
 class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One launch on a GPU. It runs where low ≤ rows ≤ high, so that a call's launches may be a table by shape."""
@@ -291,6 +398,14 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         """Checks if the launch runs in a step of these sizes."""
         return self.low <= self.rows.at(sizes) <= self.high
 
+    def check(self, dims: Sequence[str]) -> None:
+        """Refuses blocks and grids that no GPU has."""
+        _require(0 < self.threads <= 1024 and self.threads % 32 == 0, f"{self.kernel} has no block of threads")
+        _require(0 <= self.shared_bytes <= MOST_SHARED_BYTES, f"{self.kernel} has no shared memory of its size")
+        self.rows.check(dims, -(2**31), f"{self.kernel} has rows")
+        for extent in self.grid:
+            extent.check(dims, self.kernel)
+
 
 class Cost(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Operations of a call for one token of a prompt; a multiply-add counts as two."""
@@ -298,6 +413,11 @@ class Cost(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     of_token: int = 0  # operations for the token
     of_position: int = 0  # operations for each position that the token sees
     window: int = 0  # positions that the token sees, its own included; 0: all
+
+    def check(self, kernel: str) -> None:
+        """Refuses numbers that are out of range; `kernel` has the cost."""
+        numbers = self.of_token, self.of_position, self.window
+        _require(min(numbers) >= 0 and max(numbers) < 2**53, f"{kernel} has no cost")
 
 
 class KernelCall(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -308,6 +428,14 @@ class KernelCall(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     attributes: dict[str, int | float | str]  # constants of the kernel
     launches: tuple[Launch, ...] = ()  # launches on a GPU, in order
     cost: Cost = Cost()  # operations, where they are many: matrix products and attention
+
+    def check(self, plan: "Plan") -> None:
+        """Refuses a cost, operands and launches that do not fit the plan. Kernels check their own shapes."""
+        self.cost.check(self.kernel)
+        for role, operand in self.operands.items():
+            operand.check(plan, self.kernel, role)
+        for launch in self.launches:
+            launch.check(plan.dims)
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -359,85 +487,48 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             plan = msgspec.json.decode(data, type=Plan)
         except msgspec.MsgspecError as error:
             raise CorruptEngineError("the plan cannot be read", str(error), "Build the engine again.") from error
-        plan._check()
+        plan.check()
         return plan
 
-    def _check(self) -> None:
-        """Checks that references stay inside the plan and that sizes are sane. Kernels check their own shapes."""
+    def check(self) -> None:
+        """Checks that references stay inside the plan, and that sizes are sane.
 
-        def require(holds: Any, what: str) -> None:
-            if not holds:
-                raise CorruptEngineError("the plan is damaged", what, "Build the engine again.")
-
-        def require_size(size: Linear, least: int, what: str) -> None:
-            names = [dim for dim, _ in size.terms]
-            require(names == sorted(set(names)) and set(names) <= set(self.dims), f"{what} with an unknown dimension")
-            numbers = size.by_position(names)
-            require(least <= min(numbers) and max(numbers) < 2**31, f"{what} that is out of range")
-
-        require(self.dims[: len(COMMON_DIMS)] == COMMON_DIMS, f"its dims do not begin with {', '.join(COMMON_DIMS)}")
-        require(len(set(self.dims)) == len(self.dims) <= MOST_DIMS, "two dims have one name, or there are too many")
-        inputs = {entry.name for entry in self.inputs}
-        require(len(inputs) == len(self.inputs), "two inputs have one name")
-        for buffer in self.buffers:
-            require(buffer.dtype in DTYPES and buffer.element_bytes, f"unknown dtype {buffer.dtype!r}")
-            require_size(buffer.rows, 0, "a buffer has a size")
-            require(0 < buffer.columns < 2**31, "a buffer has no size")
-            require(0 <= buffer.slot < len(self.buffers), "a buffer is out of range")
-        for group in self.caches:
-            require(group.layers and group.parts, "a cache is empty")
-            require(len(set(group.parts)) == len(group.parts), "two parts of a cache have one name")
-            match group:
-                case PagedCache():
-                    fields = [group.block_size, *(n for p in group.planes for n in (p.heads, p.dim, p.bytes_per_token))]
-                    require(min(group.window, group.kept_tokens) >= 0, "a cache has a window below 0")
-                case RecurrentState():
-                    fields = [group.snapshot_tokens, *(size for tensor in group.tensors for size in tensor.shape)]
-                    for tensor in group.tensors:
-                        known = tensor.dtype in DTYPES and DTYPES[tensor.dtype].bytes
-                        require(known, f"unknown dtype {tensor.dtype!r}")
-            require(min(fields) > 0 and max(fields) < 2**31, "a cache has no size")
-        parts = [(layer, part) for group in self.caches for layer in group.layers for part in group.parts]
-        require(len(set(parts)) == len(parts), "two caches have the same part of one layer")
-        for call in self.calls:
-            cost = call.cost.of_token, call.cost.of_position, call.cost.window
-            require(min(cost) >= 0 and max(cost) < 2**53, f"{call.kernel} has no cost")
-            for name, operand in call.operands.items():
-                match operand:
-                    case InputOperand():
-                        require(operand.name in inputs, f"{call.kernel} reads no such input {operand.name!r}")
-                    case BufferOperand():
-                        require(0 <= operand.index < len(self.buffers), f"{call.kernel}.{name} is no buffer")
-                        columns = self.buffers[operand.index].columns
-                        inside = operand.column >= 0 and 0 < operand.columns <= columns - operand.column
-                        require(inside, f"{call.kernel}.{name} leaves its buffer")
-                    case CacheOperand():
-                        there = (operand.layer, operand.part) in parts
-                        require(there, f"{call.kernel}.{name} is in no layer's cache")
+        Raises:
+            CorruptEngineError: they do not, or are not; the message says what is wrong.
+        """
+        _require(self.dims[: len(COMMON_DIMS)] == COMMON_DIMS, f"its dims do not begin with {', '.join(COMMON_DIMS)}")
+        _require(len(set(self.dims)) == len(self.dims) <= MOST_DIMS, "two dims have one name, or there are too many")
+        _require(len({entry.name for entry in self.inputs}) == len(self.inputs), "two inputs have one name")
         for entry in self.inputs:
-            for size in (entry.rows, entry.columns):
-                require_size(size, 0, f"input {entry.name!r} has a size")
-        launched = [bool(call.launches) for call in self.calls]
-        require(all(launched) or not any(launched), "some calls are launched and others are not")
-        for launch in (*(launch for call in self.calls for launch in call.launches), *filter(None, [self.sampling])):
-            require(0 < launch.threads <= 1024 and launch.threads % 32 == 0, f"{launch.kernel} has no block of threads")
-            require(0 <= launch.shared_bytes <= MOST_SHARED_BYTES, f"{launch.kernel} has no shared memory of its size")
-            require_size(launch.rows, -(2**31), f"{launch.kernel} has rows")
-            for extent in launch.grid:
-                require_size(extent.rows, 0, f"{launch.kernel} has a grid")
-                sane = 0 < extent.per < 2**31 and 0 <= extent.per_multiprocessor <= 64
-                require(sane, f"{launch.kernel} has no grid")
+            entry.check(self.dims)
+        for buffer in self.buffers:
+            buffer.check(self.dims, len(self.buffers))
+        for group in self.caches:
+            group.check()
+        parts = [(layer, part) for group in self.caches for layer in group.layers for part in group.parts]
+        _require(len(set(parts)) == len(parts), "two caches have the same part of one layer")
+        for call in self.calls:
+            call.check(self)
+        launched = {bool(call.launches) for call in self.calls}
+        _require(len(launched) <= 1, "some calls are launched and others are not")
+        if self.sampling:
+            self.sampling.check(self.dims)
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
         for name, index in (*self.outputs.items(), *self.given.items()):
-            require(0 <= index < len(self.buffers), f"{name} is not a buffer")
+            _require(0 <= index < len(self.buffers), f"{name} is not a buffer")
             if name in (HIDDEN, HIDDEN_BEFORE):
-                states = self.buffers[index]
-                require(states.dtype == "f32" and states.rows == linear(tokens=1), "hidden states are no f32 of tokens")
+                shown = self.buffers[index]
+                _require(shown.dtype == "f32" and shown.rows == linear(tokens=1), "hidden states are no f32 of tokens")
         results = set(self.outputs) - {HIDDEN}
-        require(len(results) == 1 and results <= {"logits", *RESULTS}, "it has no main output, or more than one")
-        require(set(self.given) <= {HIDDEN_BEFORE}, "unknown plan input {', '.join(set(self.given) - {HIDDEN_BEFORE})}")
+        _require(len(results) == 1 and results <= {"logits", *RESULTS}, "it has no main output, or more than one")
+        unknown = set(self.given) - {HIDDEN_BEFORE}
+        _require(not unknown, f"unknown plan input {', '.join(sorted(unknown))}")
         result = self.buffers[self.result]
-        require(result.dtype == "f32", "its main output is not f32")
-        require(not self.generates or self.vocab_size == result.columns, "the logits are not as wide as the vocabulary")
+        _require(result.dtype == "f32", "its main output is not f32")
+        fits = not self.generates or self.vocab_size == result.columns
+        _require(fits, "the logits are not as wide as the vocabulary")
 
     def arena_offsets(self, limits: StepSizes) -> tuple[list[int], int]:
         """Computes the byte offset of each buffer and the arena's bytes, with every step size at its limit."""

@@ -93,6 +93,7 @@ def _set(*path: str | int, to: object) -> Callable[[dict[str, Any]], None]:
         ("no layer's cache", _set("caches", 0, "layers", to=[0, 1])),
         ("two caches", _set("caches", 0, "layers", to=[0, 1, 2, 2])),
         ("no cost", _set("calls", 0, "cost", to={"of_token": -1})),
+        ("unknown plan input a, b", _set("given", to={"b": 0, "a": 0})),
         ("cannot be read", _set("caches", 0, "type", to="ring")),
         ("cannot be read", _set("buffers", 0, "rows", to={"tokens": 1})),
     ],
