@@ -186,8 +186,8 @@ def paged_attention(x: Inputs, a: Attributes) -> Doubles:
         for token in range(start, end):
             position = int(x["kv_len"][sequence]) - (end - token)
             oldest = max(0, position - int(a["window"]) + 1) if a["window"] else 0
-            end = min(position + int(a["lookahead"]) + 1, int(x["kv_len"][sequence]))
-            slots = [blocks[p // size] * size + p % size for p in range(oldest, end)]
+            visible_end = min(position + int(a["lookahead"]) + 1, int(x["kv_len"][sequence]))
+            slots = [blocks[p // size] * size + p % size for p in range(oldest, visible_end)]
             for head in range(heads):
                 k, v = (x[f"{kind}_pool"][slots, head // (heads // kv_heads)] for kind in ("key", "value"))
                 q = x["q"][token].reshape(heads, -1)[head]
