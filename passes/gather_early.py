@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import nodes_of, norms_rows, only_used_by, standard, typed
+from enginewright.passes.graph import nodes_of, only_used_by, standard, typed
 from enginewright.passes.pass_manager import PassResult
-from enginewright.plugins import plugin_of
 from enginewright.plugins.experts.route import renamed
 from enginewright.plugins.plugin import CODES
+from enginewright.plugins.registry import op_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def _above(model: ir.Model, gather: ir.Node) -> list[ir.Node]:
         above: list[ir.Node] = []
         for node in reversed(tuple(model.graph)):
             read = [value for value in node.outputs if value.uses() or value.is_graph_output()]
-            movable = read and _by_rows(node) and node not in staying
+            op = op_of(node)
+            movable = read and op is not None and op.by_rows and node not in staying
             if movable and all(only_used_by(value, gather, *above) for value in read):
                 above.append(node)
         # Rows of codes that other nodes read as well cannot be selected, so their readers stay where they are.
@@ -81,11 +82,3 @@ def _above(model: ir.Model, gather: ir.Node) -> list[ir.Node]:
         if not stuck:
             return above
         staying |= stuck
-
-
-def _by_rows(node: ir.Node) -> bool:
-    """Checks if a row of a node's output depends only on the same row of its inputs, and on weights."""
-    plugin = plugin_of(node)
-    if plugin is not None:
-        return plugin.by_rows
-    return node.op_type in ("Add", "Cast") or (node.op_type == "RMSNormalization" and norms_rows(node))

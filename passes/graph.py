@@ -49,11 +49,6 @@ def nodes_of(model: ir.Model, *op_types: str, domain: str = "") -> Iterator[ir.N
             yield node
 
 
-def norms_rows(node: ir.Node) -> bool:
-    """Checks if an RMSNormalization is over the last dimension only, whatever the number of dimensions."""
-    return node.attributes.get_int("axis", -1) == -1
-
-
 def replace(old: Sequence[ir.Node], new: Sequence[ir.Node], values: Sequence[tuple[ir.Value, ir.Value]]) -> None:
     """Replaces nodes by others, at the position of the first old one.
 

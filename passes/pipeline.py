@@ -15,7 +15,6 @@ from enginewright.passes.fusion.round_in_producer import RoundInProducer
 from enginewright.passes.fusion.state_projections import FuseStateProjections
 from enginewright.passes.fusion.swiglu import FuseSwiGlu
 from enginewright.passes.gather_early import GatherEarly
-from enginewright.passes.graph import norms_rows
 from enginewright.passes.pass_manager import Pass, PassResult, run_passes
 from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.act_order import SortColumns
@@ -23,11 +22,8 @@ from enginewright.passes.quant.method import Calibration
 from enginewright.passes.quant.quantize import Quantize
 from enginewright.passes.show_hidden import ShowHidden
 from enginewright.passes.to_ragged import ToRagged
-from enginewright.plugins import plugin_of
-from enginewright.plugins.registry import STANDARD_KERNELS
+from enginewright.plugins.registry import op_of
 from enginewright.plugins.target import CPU_TARGET, Target
-
-VIEWS = ("Split", "Reshape", "Concat")  # ops that are lowered to views, without a kernel
 
 
 def pipeline(
@@ -148,19 +144,8 @@ def run_for_target(
 
 def _check_kernels(model: ir.Model, results: Mapping[str, PassResult]) -> None:
     for node in model.graph:
-        if not _has_kernel(node):
+        op = op_of(node)
+        if op is None or not (op.kernels or op.view):
             refusals = [refusal for result in results.values() for refusal in result.refusals]
             why = " ".join(refusals[:3]) or "no pass matched it"
             raise EngineError(f"node {node.name} ({node.op_type}) has no kernel", why, "Please report this.")
-
-
-def _has_kernel(node: ir.Node) -> bool:
-    """Checks if some target runs a node, or it is lowered to views."""
-    plugin = plugin_of(node)
-    if plugin is not None:
-        return bool(plugin.kernels)
-    if node.op_type == "Add" and any(value is None or value.is_initializer() for value in node.inputs):
-        return False
-    if node.op_type == "RMSNormalization" and not norms_rows(node):
-        return False
-    return node.op_type in VIEWS or node.op_type in STANDARD_KERNELS

@@ -26,6 +26,8 @@ class KernelBinding:
     scratch: "Callable[[Call], tuple[str, Linear, int] | None] | None" = None
     # role → dtype of a weight whose numbers have a byte each in the graph alone
     packed: Mapping[str, str] = field(default_factory=dict)
+    # role → layout (csrc/cpu/kernel.h) of a weight that is a matrix, where it is not "r16"; vectors are "plain"
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
     def on_cuda(self, launches: "Callable[[Call], tuple[Launch, ...]]", **sources: str) -> "CudaKernel":
         """Makes the GPU kernel of the same call.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import onnx_ir as ir
 
@@ -19,7 +20,37 @@ TypeAndDims = tuple[ir.DataType, Dims]
 
 
 @dataclass(frozen=True)
-class Plugin:
+class WeightRows:
+    """The order of rows in the matrices among a node's weights."""
+
+    matrices: int | None = None  # matrices of the same size, one after another; None is one matrix
+    gated: bool = False  # True if rows are gates, then ups, of which a kernel reads a pair at once
+
+
+class ViewKind(Enum):
+    """The way in which an op without a kernel renames columns of a matrix in memory."""
+
+    COLUMNS = auto()  # outputs are columns of the input, one after another
+    SHAPE = auto()  # the output is the input, with other dimensions
+    JOINED = auto()  # inputs are columns of the output, one after another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """The facts about an op that passes and lowering need."""
+
+    # Target's name → kernel. An op that is lowered to a view, or that a pass replaces before the end, has none.
+    kernels: Mapping[str, KernelBinding] = field(default_factory=dict)
+    view: ViewKind | None = None  # view that the op is lowered to; None if kernels run it
+    by_rows: bool = False  # True if a row of the outputs depends only on the same row of the inputs, and on weights
+    weight_rows: Callable[[ir.Node], WeightRows] = lambda _: WeightRows()  # order of rows in a node's weights
+    whole_texts: Callable[[ir.Node], bool] = lambda _: False  # True if a node needs all tokens of a text in one step
+    # counts the operations of a row of the outputs; None where they are few
+    cost: Callable[[ir.Node], Cost] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin(Op):
     """An op of the domain `enginewright`."""
 
     name: str  # name of the op
@@ -32,11 +63,6 @@ class Plugin:
     # on optional inputs and attributes.
     reference: Callable[[Writer, ir.Node], Sequence[ir.Value]]
     infer: Callable[[ir.Node], Sequence[TypeAndDims]]  # infers dtype and dimensions of the outputs
-    # Target's name → kernel. An op that a pass replaces before the end, and so no target runs, has none.
-    kernels: Mapping[str, KernelBinding] = field(default_factory=dict)
-    by_rows: bool = False  # True if a row of the outputs depends only on the same row of the inputs, and on weights
-    # counts the operations of a row of the outputs; None where they are few
-    cost: Callable[[ir.Node], Cost] | None = None
 
     def check(self, node: ir.Node) -> None:
         """Checks that inputs, outputs and attributes of a node are those of the schema.

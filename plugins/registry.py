@@ -1,6 +1,7 @@
-"""The ops of the domain `enginewright`: a line for each."""
+"""The ops that kernels run: a line for each of the domain `enginewright`, and an entry for each standard one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -46,8 +47,8 @@ from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.norm.add_rms_norm import ADD_RMS_NORM
 from enginewright.plugins.norm.gated_rms_norm import GATED_RMS_NORM
 from enginewright.plugins.norm.layer_norm import LAYER_NORM
-from enginewright.plugins.norm.rms_norm import RMS_NORM
-from enginewright.plugins.plugin import DOMAIN, Plugin
+from enginewright.plugins.norm.rms_norm import RMS_NORM, norms_rows
+from enginewright.plugins.plugin import DOMAIN, Op, Plugin, ViewKind
 from enginewright.plugins.recurrence.causal_conv import CAUSAL_CONV
 from enginewright.plugins.recurrence.gated_delta import GATED_DELTA
 from enginewright.plugins.recurrence.selective_state import SELECTIVE_STATE
@@ -118,16 +119,53 @@ def plugin_of(node: ir.Node) -> Plugin | None:
     return plugin
 
 
-# Standard ops that a lowered graph may still hold, with their kernels by target.
+@dataclass(frozen=True, kw_only=True)
+class StandardOp(Op):
+    """A standard op that a lowered graph may still hold."""
+
+    fits: Callable[[ir.Node], bool] = lambda _: True  # checks if a node is one that kernels run
+
+
+def _adds_no_weight(node: ir.Node) -> bool:
+    return not any(value is not None and value.is_initializer() for value in node.inputs)
+
+
+def _selects_first_rows(node: ir.Node) -> bool:
+    """Checks if a Gather selects the first row of each text in the step, which a later chunk does not have."""
+    return node.inputs[1] is not None and node.inputs[1].name == "first_rows"
+
+
 ADD = KernelBinding("add@1", ("a", "b"), ("out",), in_place={"out": 0})
 CAST = KernelBinding("cast@1", ("x",), ("out",))
-GATHER_ROWS = KernelBinding("gather_rows@1", ("x", "rows"), ("out",))
-STANDARD_KERNELS: Mapping[str, Mapping[str, KernelBinding]] = {
-    "Add": {CPU: ADD, CUDA: by_element(ADD, "add", "a", "b")},
-    "Cast": {CPU: CAST, CUDA: by_element(CAST, "cast")},
-    "Gather": {CPU: GATHER_ROWS, CUDA: by_element(GATHER_ROWS, "gather", source="rows")},
-    "RMSNormalization": RMS_NORM.kernels,
+GATHER_ROWS = KernelBinding("gather_rows@1", ("x", "rows"), ("out",), layouts={"x": "plain"})
+STANDARD_OPS: Mapping[str, StandardOp] = {
+    "Add": StandardOp(kernels={CPU: ADD, CUDA: by_element(ADD, "add", "a", "b")}, by_rows=True, fits=_adds_no_weight),
+    "Cast": StandardOp(kernels={CPU: CAST, CUDA: by_element(CAST, "cast")}, by_rows=True),
+    "Concat": StandardOp(view=ViewKind.JOINED),
+    "Gather": StandardOp(
+        kernels={CPU: GATHER_ROWS, CUDA: by_element(GATHER_ROWS, "gather", source="rows")},
+        whole_texts=_selects_first_rows,
+    ),
+    "Reshape": StandardOp(view=ViewKind.SHAPE),
+    "RMSNormalization": StandardOp(kernels=RMS_NORM.kernels, by_rows=True, fits=norms_rows),
+    "Split": StandardOp(view=ViewKind.COLUMNS),
 }
+
+
+def op_of(node: ir.Node) -> Op | None:
+    """Returns the op of a node; None if it is a standard one that a lowered graph does not hold.
+
+    Raises:
+        EngineError: the node has our domain, but an unknown op.
+    """
+    standard = STANDARD_OPS.get(node.op_type)
+    return plugin_of(node) or (standard if standard and standard.fits(node) else None)
+
+
+def view_of(node: ir.Node) -> ViewKind | None:
+    """Returns the view that a node is lowered to; None if it needs a kernel."""
+    op = op_of(node)
+    return op.view if op else None
 
 
 def binding_of(node: ir.Node, target: Target) -> KernelBinding:
@@ -141,8 +179,8 @@ def binding_of(node: ir.Node, target: Target) -> KernelBinding:
         EngineError: there is none; the message names the node.
         UnsupportedModelError: only another target has one.
     """
-    plugin = plugin_of(node)
-    kernels = plugin.kernels if plugin else STANDARD_KERNELS.get(node.op_type, {})
+    op = op_of(node)
+    kernels = op.kernels if op else {}
     if target.name not in kernels:
         what = f"node {node.name} ({node.op_type}) has no kernel for {target.name}"
         if kernels:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -42,22 +42,16 @@ from enginewright.plan import (
     cache_of,
     linear,
 )
-from enginewright.plugins import binding_of, plugin_of
+from enginewright.plugins import KernelBinding, binding_of
 from enginewright.plugins.attention.kv_write import BLOCK_SIZE, STORED_NAMES, kv_row_bytes, padded_head_dim
-from enginewright.plugins.elementwise.mean_rows import KERNEL as MEAN
-from enginewright.plugins.experts.route import ROUTE, experts_of
-from enginewright.plugins.gemm.gemm import starts_of
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
-from enginewright.plugins.plugin import dtype_attribute, dtype_of
+from enginewright.plugins.plugin import ViewKind, dtype_attribute, dtype_of
+from enginewright.plugins.registry import op_of, view_of
 from enginewright.plugins.target import Target
 from enginewright.triton_instance import TritonInstance
 
 # Name of a value that is a plane of a layer's cache, as an input or as the output of a kernel that writes to it.
 POOL_NAME = re.compile(r"(?P<part>\w+)_pool\.(?P<layer>\d+)(\..*)?")
-VIEW_OPS = ("Split", "Reshape", "Concat")
-# Roles of matrices that are read column by column: those with a column for each group of a weight's columns, and for
-# each tap of a convolution.
-BY_COLUMNS = ("scale", "zero", "taps")
 SNAPSHOT_TOKENS = 512  # tokens between two snapshots of recurrent states
 DTYPE_NAMES = {ir.DataType[dtype.onnx]: name for name, dtype in DTYPES.items() if dtype.bytes}
 
@@ -189,14 +183,15 @@ class _Lowering:
                 inputs.append(Input(name, rows, columns))
                 self._use_dims(rows, columns)
         for node in self.nodes:
-            if node.op_type == "Split":
-                self._split(node)
-            elif node.op_type == "Reshape":
-                self._reshape(node)
-            elif node.op_type == "Concat":
-                self._concat(node)
-            else:
-                self._step(node)
+            match view_of(node):
+                case ViewKind.COLUMNS:
+                    self._split(node)
+                case ViewKind.SHAPE:
+                    self._reshape(node)
+                case ViewKind.JOINED:
+                    self._join(node)
+                case None:
+                    self._step(node)
         # Caches among the outputs have no views.
         results = {_name(value): self.views[value] for value in self.graph.outputs if value in self.views}
         outputs = {name: view.buffer for name, view in results.items()}
@@ -216,19 +211,11 @@ class _Lowering:
             outputs=outputs,
             vocab_size=self._vocab_size() if logits is None else logits.columns,
             max_seq_len=max_seq_len,
-            whole_texts=self._takes_whole_texts(),
+            whole_texts=any(op.whole_texts(node) for node in self.nodes if (op := op_of(node))),
             sampling=self._named(*sampling) if sampling else None,
             given=given,
         )
         return Lowered(plan, self.weights, self.kernels)
-
-    def _takes_whole_texts(self) -> bool:
-        """Checks if a kernel needs all tokens of a sequence in one step."""
-        pools = any(isinstance(each, InputOperand) and each.name == "first_rows" for each in self._operands())
-        return pools or any(call.kernel == MEAN.kernel or call.attributes.get("lookahead") for call in self.calls)
-
-    def _operands(self) -> Iterator[Operand]:
-        return (operand for call in self.calls for operand in call.operands.values())
 
     def _vocab_size(self) -> int:
         """Returns the rows of the table of tokens, for a graph without logits."""
@@ -256,7 +243,7 @@ class _Lowering:
             raise EngineError(f"{node.name} moves elements between rows", "only heads may be split off or joined")
         self.views[output] = source
 
-    def _concat(self, node: ir.Node) -> None:
+    def _join(self, node: ir.Node) -> None:
         """Makes a view of parts that were written side by side."""
         views = [self.views[_input(node, index)] for index in range(len(node.inputs))]
         column = 0
@@ -271,7 +258,7 @@ class _Lowering:
         operands: dict[str, Operand] = {}
         for role, value in zip(binding.inputs, node.inputs, strict=False):
             if value is not None and role:
-                operands[role] = self._read(value, role, node)
+                operands[role] = self._read(value, role, node, binding)
         for role, value in zip(binding.outputs, node.outputs, strict=False):
             if role:
                 view = self._in_place(node, binding.in_place.get(role), value) or self._new(value)
@@ -300,13 +287,13 @@ class _Lowering:
 
     def _cost(self, node: ir.Node) -> Cost:
         """Computes the cost of a node for a token; nothing if its rows are not tokens, as in a head on logit rows."""
-        plugin = plugin_of(node)
-        if plugin is None or plugin.cost is None:
+        op = op_of(node)
+        if op is None or op.cost is None:
             return Cost()
         result = next(value for value in node.outputs if POOL_NAME.fullmatch(_name(value)) is None)
         match _rows(result).terms:
             case (("tokens", copies),):
-                cost = plugin.cost(node)
+                cost = op.cost(node)
                 return msgspec.structs.replace(cost, of_token=copies * cost.of_token)
         return Cost()
 
@@ -374,10 +361,10 @@ class _Lowering:
                 padded = padded_head_dim(plane.dim)
                 return Matrix(plane.dtype, Linear(), plane.dim, padded, padded, block_stride=group.block_bytes)
 
-    def _read(self, value: ir.Value, role: str, node: ir.Node) -> Operand:
+    def _read(self, value: ir.Value, role: str, node: ir.Node, binding: KernelBinding) -> Operand:
         name = _name(value)
         if value.is_initializer():
-            return WeightOperand(self._weight(value, role, node))
+            return WeightOperand(self._weight(value, role, node, binding))
         if (cache := POOL_NAME.fullmatch(name)) is not None:
             return CacheOperand(int(cache["layer"]), cache["part"])
         if value.is_graph_input() and value not in self.views:
@@ -385,24 +372,17 @@ class _Lowering:
         view = self.views[value]
         return BufferOperand(view.buffer, view.column, view.columns)
 
-    def _weight(self, value: ir.Value, role: str, node: ir.Node) -> str:
+    def _weight(self, value: ir.Value, role: str, node: ir.Node, binding: KernelBinding) -> str:
         """Names a weight in the plan; a matrix that two kernels need in different layouts is stored twice."""
         assert value.dtype is not None
-        shape, starts = _shape(value), starts_of(node) if "epilogue" in node.attributes else None
-        gated = node.attributes.get_string("epilogue", "none") != "none"
-        layout = "r16_columns" if role in BY_COLUMNS and len(shape) > 1 else "r16"
-        if node.op_type == ROUTE.name:
-            layout = "r16_columns"  # x is not rounded, so that K is not in pairs
-        # rows of such tables are looked up
-        if len(shape) == 1 or (layout == "r16" and value.dtype == ir.DataType.FLOAT):
-            layout = "plain"
-        if starts is not None and layout != "plain":
-            experts = experts_of(starts)
-            shape = (experts, shape[0] // experts, *shape[1:])
-        if gated and layout != "plain":
-            layout += "_pairs"
-        packed = binding_of(node, self.target).packed.get(role)
-        form = PackedForm(packed or DTYPE_NAMES[value.dtype], shape, layout)
+        shape, op = _shape(value), op_of(node)
+        layout = binding.layouts.get(role, "r16") if len(shape) > 1 else "plain"
+        if layout != "plain" and op is not None:
+            rows = op.weight_rows(node)
+            if rows.matrices is not None:
+                shape = (rows.matrices, shape[0] // rows.matrices, *shape[1:])
+            layout += "_pairs" if rows.gated else ""
+        form = PackedForm(binding.packed.get(role) or DTYPE_NAMES[value.dtype], shape, layout)
         name = _name(value)
         if name in self.weights and self.weights[name].form != form:
             name = f"{name}.{layout}"
@@ -411,7 +391,7 @@ class _Lowering:
 
     def _new(self, value: ir.Value) -> _View:
         """Makes a buffer, or takes columns of a buffer in which values are joined."""
-        join = next((node for node in value.consumers() if node.op_type == "Concat"), None)
+        join = next(filter(_joins, value.consumers()), None)
         columns, whole = _columns(value), value if join is None else join.outputs[0]
         if whole not in self._joined:
             assert whole.dtype is not None
@@ -422,7 +402,7 @@ class _Lowering:
 
     def _in_place(self, node: ir.Node, index: int | None, output: ir.Value) -> _View | None:
         """Returns the view of an input if the kernel may overwrite it and nothing reads it afterwards."""
-        if index is None or any(user.op_type == "Concat" for user in output.consumers()):
+        if index is None or any(map(_joins, output.consumers())):
             return None
         value = _input(node, index)
         view = self.views.get(value)
@@ -434,12 +414,13 @@ class _Lowering:
         """Finds the last node that reads the memory of `value`, through any view of the same buffer."""
         uses = [self._last_use_below(value)]
         producer = value.producer()
-        while producer is not None and producer.op_type in VIEW_OPS:
-            if producer.op_type == "Concat":
+        while producer is not None and view_of(producer):
+            if _joins(producer):
                 return len(self.nodes)
             value = _input(producer, 0)
-            uses += [self.order[node] for node in value.consumers() if node.op_type not in VIEW_OPS]
-            uses += [self._last_use_below(node.outputs[0]) for node in value.consumers() if node.op_type == "Reshape"]
+            uses += [self.order[node] for node in value.consumers() if view_of(node) is None]
+            shaped = [node for node in value.consumers() if view_of(node) is ViewKind.SHAPE]
+            uses += [self._last_use_below(node.outputs[0]) for node in shaped]
             uses += [len(self.nodes)] if value.is_graph_output() else []
             producer = value.producer()
         return max(uses)
@@ -449,7 +430,7 @@ class _Lowering:
             return len(self.nodes)
         uses = [-1]
         for node in value.consumers():
-            if node.op_type in VIEW_OPS:
+            if view_of(node):
                 uses += [self._last_use_below(output) for output in node.outputs]
             else:
                 uses.append(self.order[node])
@@ -465,6 +446,10 @@ def _input(node: ir.Node, index: int) -> ir.Value:
     value = node.inputs[index]
     assert value is not None, f"{node.name} lacks input {index}"
     return value
+
+
+def _joins(node: ir.Node) -> bool:
+    return view_of(node) is ViewKind.JOINED
 
 
 def _shape(value: ir.Value) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import made_by, nodes_of, norms_rows, replace
+from enginewright.passes.graph import made_by, nodes_of, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins.norm.add_rms_norm import ADD_RMS_NORM
+from enginewright.plugins.norm.rms_norm import norms_rows
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from enginewright.passes.graph import nodes_of, norms_rows, replace
+from enginewright.passes.graph import nodes_of, replace
 from enginewright.passes.pass_manager import PassResult
 from enginewright.plugins import DOMAIN, plugin_of
-from enginewright.plugins.norm.rms_norm import RMS_NORM
+from enginewright.plugins.norm.rms_norm import RMS_NORM, norms_rows
 from enginewright.plugins.plugin import CODES
 
 

@@ -97,5 +97,6 @@ PAGED_ATTENTION = Plugin(
     reference=_reference,
     infer=_infer,
     cost=_cost,
+    whole_texts=lambda node: int_of(node, "lookahead") > 0,
     kernels={CPU: KERNEL, CUDA: attention_on_cuda(KERNEL)},
 )

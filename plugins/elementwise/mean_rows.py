@@ -37,5 +37,6 @@ MEAN_ROWS = Plugin(
     attributes={},
     reference=_reference,
     infer=_infer,
+    whole_texts=lambda _: True,
     kernels={CPU: KERNEL},
 )

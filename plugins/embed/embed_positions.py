@@ -13,7 +13,7 @@ from enginewright.plugins.plugin import Plugin, TypeAndDims, dims_of, operand, w
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 
-KERNEL = KernelBinding("gather_rows@1", ("rows", "x"), ("out",))
+KERNEL = KernelBinding("gather_rows@1", ("rows", "x"), ("out",), layouts={"x": "plain"})
 
 
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:

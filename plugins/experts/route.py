@@ -168,6 +168,7 @@ KERNEL = KernelBinding(
     ("places", "share", "starts"),
     tuple(ATTRIBUTES),
     scratch=lambda call: ("scores", call.operands["x"].rows, ceil_div(call.operands["weight"].rows.constant, 16) * 16),
+    layouts={"weight": "r16_columns"},  # x is not rounded, so that K is not in pairs
 )
 
 ROUTE = Plugin(

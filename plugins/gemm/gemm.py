@@ -19,13 +19,23 @@ import onnx_ir as ir
 
 from enginewright.plan import Cost
 from enginewright.plugins.gemm.quantize_rows import dequantized
-from enginewright.plugins.plugin import TypeAndDims, dims_of, dtype_attribute, int_of, operand, optional, width_of
+from enginewright.plugins.plugin import (
+    TypeAndDims,
+    WeightRows,
+    dims_of,
+    dtype_attribute,
+    int_of,
+    operand,
+    optional,
+    width_of,
+)
 from enginewright.plugins.writer import Writer
 
 GATED = ("swiglu", "geglu", "swiglu_clamped")
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # constants of "swiglu_clamped"
 ATTRIBUTES = {"epilogue": str, "to": int}
 GROUP_ATTRIBUTES = {**ATTRIBUTES, "group": int}
+GROUP_LAYOUTS = {"scale": "r16_columns", "zero": "r16_columns"}  # of matrices with a column for each group of K
 
 
 def reference(
@@ -73,6 +83,13 @@ def matrix_rows(node: ir.Node) -> int:
     rows, starts = dims_of(operand(node, 1))[0], starts_of(node)
     assert isinstance(rows, int)
     return rows if starts is None else rows // (width_of(starts) - 1)
+
+
+def weight_rows(node: ir.Node) -> WeightRows:
+    """Returns the order of rows in the weight, and in its scales and zero points."""
+    starts = starts_of(node)
+    gated = node.attributes["epilogue"].as_string() in GATED
+    return WeightRows(None if starts is None else width_of(starts) - 1, gated)
 
 
 def outputs_of(node: ir.Node) -> int:

@@ -17,5 +17,6 @@ GEMM_BF16 = Plugin(
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
+    weight_rows=gemm.weight_rows,
     kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "bf16")},
 )

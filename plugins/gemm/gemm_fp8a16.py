@@ -27,7 +27,13 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     return gemm.reference(write, node, x, weight, None, 3)
 
 
-KERNEL = KernelBinding("gemm_fp8a16@1", ("x", "weight", "scale", "bias", "starts"), ("out",), ("epilogue", "group"))
+KERNEL = KernelBinding(
+    "gemm_fp8a16@1",
+    ("x", "weight", "scale", "bias", "starts"),
+    ("out",),
+    ("epilogue", "group"),
+    layouts=gemm.GROUP_LAYOUTS,
+)
 
 GEMM_FP8A16 = Plugin(
     name="GemmFp8A16",
@@ -38,5 +44,6 @@ GEMM_FP8A16 = Plugin(
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
+    weight_rows=gemm.weight_rows,
     kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "fp8a16")},
 )

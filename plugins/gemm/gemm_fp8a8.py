@@ -27,7 +27,11 @@ def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
 
 
 KERNEL = KernelBinding(
-    "gemm_fp8a8@1", ("x", "weight", "x_scale", "scale", "bias", "starts"), ("out",), ("epilogue", "group")
+    "gemm_fp8a8@1",
+    ("x", "weight", "x_scale", "scale", "bias", "starts"),
+    ("out",),
+    ("epilogue", "group"),
+    layouts=gemm.GROUP_LAYOUTS,
 )
 
 GEMM_FP8A8 = Plugin(
@@ -39,5 +43,6 @@ GEMM_FP8A8 = Plugin(
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
+    weight_rows=gemm.weight_rows,
     kernels={CUDA: gemm_on_cuda(KERNEL, "fp8a8")},
 )

@@ -21,6 +21,7 @@ KERNEL = KernelBinding(
     ("out",),
     ("epilogue", "group"),
     packed={"weight": "e2m1"},
+    layouts=gemm.GROUP_LAYOUTS,
 )
 
 
@@ -38,5 +39,6 @@ GEMM_MXFP4A16 = Plugin(
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
+    weight_rows=gemm.weight_rows,
     kernels={CUDA: gemm_on_cuda(KERNEL, "mxfp4a16")},
 )

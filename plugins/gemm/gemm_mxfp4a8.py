@@ -48,6 +48,7 @@ GEMM_MXFP4A8 = Plugin(
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
+    weight_rows=gemm.weight_rows,
     kernels={
         CPU: KernelBinding(
             "gemm_mxfp4a8@1",
@@ -55,6 +56,7 @@ GEMM_MXFP4A8 = Plugin(
             ("out",),
             ("epilogue", "group"),
             packed={"weight": "e2m1"},
+            layouts=gemm.GROUP_LAYOUTS,
         )
     },
 )

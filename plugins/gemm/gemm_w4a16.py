@@ -21,6 +21,7 @@ KERNEL = KernelBinding(
     ("out",),
     ("epilogue", "group"),
     packed={"weight": "u4"},
+    layouts=gemm.GROUP_LAYOUTS,
 )
 
 
@@ -39,5 +40,6 @@ GEMM_W4A16 = Plugin(
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
+    weight_rows=gemm.weight_rows,
     kernels={CUDA: gemm_on_cuda(KERNEL, "w4a16")},
 )

@@ -52,6 +52,7 @@ GEMM_W4A8 = Plugin(
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
+    weight_rows=gemm.weight_rows,
     kernels={
         CPU: KernelBinding(
             "gemm_w4a8@1",
@@ -59,6 +60,7 @@ GEMM_W4A8 = Plugin(
             ("out",),
             ("epilogue", "group"),
             packed={"weight": "u4"},
+            layouts=gemm.GROUP_LAYOUTS,
         )
     },
 )

@@ -33,5 +33,6 @@ GEMM_W8A8 = Plugin(
     infer=gemm.infer,
     cost=gemm.cost,
     by_rows=True,
+    weight_rows=gemm.weight_rows,
     kernels={CPU: KERNEL, CUDA: gemm_on_cuda(KERNEL, "w8a8")},
 )

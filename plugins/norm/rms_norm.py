@@ -21,6 +21,11 @@ KERNEL = KernelBinding(
 )
 
 
+def norms_rows(node: ir.Node) -> bool:
+    """Checks if an RMSNormalization is over the last dimension only, whatever the number of dimensions."""
+    return node.attributes.get_int("axis", -1) == -1
+
+
 def _reference(write: Writer, node: ir.Node) -> Sequence[ir.Value]:
     x, weight = operand(node, 0), operand(node, 1)
     normed = write.op("RMSNormalization", x, weight, axis=-1, epsilon=float_of(node, "epsilon"))

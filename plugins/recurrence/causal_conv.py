@@ -58,7 +58,13 @@ def _infer(node: ir.Node) -> Sequence[TypeAndDims]:
     return [(dtype_of(state), dims_of(state)), (dtype_attribute(node), dims_of(operand(node, 0)))]
 
 
-KERNEL = KernelBinding("causal_conv@1", (*OWN_INPUTS, *STATE_ROLES), ("", "out"), ("activation",))
+KERNEL = KernelBinding(
+    "causal_conv@1",
+    (*OWN_INPUTS, *STATE_ROLES),
+    ("", "out"),
+    ("activation",),
+    layouts={"taps": "r16_columns"},
+)
 
 CAUSAL_CONV = Plugin(
     name="CausalConv",

@@ -8,7 +8,7 @@ from enginewright.builder.lower import PackedForm, pack
 from enginewright.plan import Linear, linear, step_sizes
 from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import CudaKernel, Matrix
-from enginewright.plugins.registry import STANDARD_KERNELS
+from enginewright.plugins.registry import STANDARD_OPS
 from enginewright.runtime.device.cuda.sampling import SAMPLED_ROW
 from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
 from tests.tolerances import BF16_ROUNDING, TANH_GELU_SILU
@@ -18,7 +18,7 @@ SIZES = step_sizes(tokens=5, sequences=2, logit_rows=3)
 
 
 def kernel(op: str) -> CudaKernel:
-    binding = (STANDARD_KERNELS[op] if op in STANDARD_KERNELS else PLUGINS[op].kernels)["cuda"]
+    binding = (STANDARD_OPS.get(op) or PLUGINS[op]).kernels["cuda"]
     assert isinstance(binding, CudaKernel)
     return binding
 
