@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from enginewright.plugins.gemm.quantize_rows import TO_ATTRIBUTES, types_as, written_as
 from enginewright.plugins.kernel import KernelBinding
+from enginewright.plugins.norm.norm_cuda import gated_norm_on_cuda
 from enginewright.plugins.plugin import Plugin, dims_of, float_of, int_of, operand, optional, width_of
-from enginewright.plugins.recurrence.recurrence_cuda import gated_norm_on_cuda
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
 

@@ -1,4 +1,4 @@
-"""GPU launches of norms, with or without a residual before them: csrc/cuda/rms_norm.cuh."""
+"""GPU launches of norms, with or without a residual before them: csrc/cuda/rms_norm.cuh, recurrence.cuh."""
 
 from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
@@ -7,6 +7,7 @@ from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, bl
 
 THREADS = 256
 WARPS = THREADS // 32
+GATED_THREADS = 128  # threads of a block of gated norms
 
 
 def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
@@ -90,3 +91,33 @@ def layer_norm_on_cuda(binding: KernelBinding) -> CudaKernel:
         return (Launch(kernel, arguments, (blocks(y.rows), ONE, ONE), THREADS, shared_bytes),)
 
     return binding.on_cuda(launches, layer_norm="rms_norm")
+
+
+def gated_norm_on_cuda(binding: KernelBinding) -> CudaKernel:
+    """Makes the GPU kernel of gated norms."""
+
+    def launches(call: Call) -> tuple[Launch, ...]:
+        x, y, scale = call.operands["x"], call.operands["out"], call.operands.get("scale")
+        run = int(call.attributes["run"])
+        kernel = expression(
+            "gated_rms_norm",
+            "GatedRmsNorm",
+            rows=call.rows("out"),
+            columns=y.columns,
+            run=run,
+            x_stride=x.stride,
+            z_stride=call.operands["z"].stride,
+            y_stride=y.stride,
+            padded=y.columns if y.dtype == "f32" else y.padded,
+            group=int(call.attributes.get("group", 0)),
+            scale_stride=scale.stride if scale else 0,
+            type=cuda_type(y.dtype),
+            gates_first=call.attributes["gate"] == "before",
+            wide=call.operands["weight"].columns != run,
+            epsilon=float(call.attributes["epsilon"]),
+        )
+        shared_bytes = (y.columns + 2 * GATED_THREADS // 32) * DTYPES["f32"].bytes
+        arguments = ("x", "z", "weight", "out", "scale")
+        return (Launch(kernel, arguments, (blocks(y.rows), ONE, ONE), GATED_THREADS, shared_bytes),)
+
+    return binding.on_cuda(launches, gated_rms_norm="recurrence")

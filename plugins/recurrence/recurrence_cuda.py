@@ -108,34 +108,3 @@ def _chunked(call: Call) -> bool:
 def _by_row(call: Call) -> bool:
     """Checks if each row of a state has a decay of its own."""
     return call.operands["decay"].columns != int(call.attributes["heads"])
-
-
-def gated_norm_on_cuda(binding: KernelBinding) -> CudaKernel:
-    """Makes the GPU kernel of gated norms."""
-
-    def launches(call: Call) -> tuple[Launch, ...]:
-        x, y, scale = call.operands["x"], call.operands["out"], call.operands.get("scale")
-        run = int(call.attributes["run"])
-        kernel = expression(
-            "gated_rms_norm",
-            "GatedRmsNorm",
-            rows=call.rows("out"),
-            columns=y.columns,
-            run=run,
-            x_stride=x.stride,
-            z_stride=call.operands["z"].stride,
-            y_stride=y.stride,
-            padded=y.columns if y.dtype == "f32" else y.padded,
-            group=int(call.attributes.get("group", 0)),
-            scale_stride=scale.stride if scale else 0,
-            type=cuda_type(y.dtype),
-            gates_first=call.attributes["gate"] == "before",
-            wide=call.operands["weight"].columns != run,
-            epsilon=float(call.attributes["epsilon"]),
-        )
-        shared_bytes = (y.columns + 2 * WARPS) * F32_BYTES
-        return (
-            Launch(kernel, ("x", "z", "weight", "out", "scale"), (blocks(y.rows), ONE, ONE), THREADS, shared_bytes),
-        )
-
-    return binding.on_cuda(launches, gated_rms_norm="recurrence")
