@@ -91,20 +91,11 @@ def check_graph(model: ir.Model) -> None:
     names: set[str | None] = {value.name for value in known}
     if len(names) < len(known):
         raise EngineError("two inputs or weights of the graph have one name")
-    opset = graph.opset_imports[""]
     for node in graph:
         for value in node.inputs:
             if value is not None and value not in known:
                 raise EngineError(f"node {node.name} reads {value.name}", "which nothing before it writes")
-        plugin = plugin_of(node)
-        if plugin is not None:
-            plugin.check(node)
-            written = [_signature(value.dtype, value.shape) for value in node.outputs]
-            inferred = [_signature(dtype, ir.Shape(dims)) for dtype, dims in plugin.infer(node)]
-            if written != inferred:
-                raise EngineError(f"node {node.name} writes {', '.join(written)}", f"not {', '.join(inferred)}")
-        elif node.domain or not onnx.defs.has(node.op_type, opset, ""):
-            raise EngineError(f"node {node.name} has an unknown op {node.domain}.{node.op_type}")
+        _check_op(node, graph.opset_imports[""])
         for value in node.outputs:
             if value.dtype is None or value.shape is None:
                 raise EngineError(f"node {node.name} writes {value.name}", "whose type or shape is not known")
@@ -115,6 +106,20 @@ def check_graph(model: ir.Model) -> None:
     for value in graph.outputs:
         if value not in known:
             raise EngineError(f"the graph outputs {value.name}", "which nothing writes")
+
+
+def _check_op(node: ir.Node, opset: int) -> None:
+    """Checks that an op is known, and that a node of our own fits its schema."""
+    plugin = plugin_of(node)
+    if plugin is None:
+        if node.domain or not onnx.defs.has(node.op_type, opset, ""):
+            raise EngineError(f"node {node.name} has an unknown op {node.domain}.{node.op_type}")
+        return
+    plugin.check(node)
+    written = [_signature(value.dtype, value.shape) for value in node.outputs]
+    inferred = [_signature(dtype, ir.Shape(dims)) for dtype, dims in plugin.infer(node)]
+    if written != inferred:
+        raise EngineError(f"node {node.name} writes {', '.join(written)}", f"not {', '.join(inferred)}")
 
 
 def _signature(dtype: ir.DataType | None, shape: ir.Shape | None) -> str:

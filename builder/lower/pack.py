@@ -1,7 +1,7 @@
 """Packs torch tensors into the layouts of csrc/cpu/kernel.h that the CPU kernels read, and unpacks them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -65,6 +65,18 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[Callable[[], memory
             yield from pack_rows(lambda begin, end, first=first: rows(first + begin, first + end), of_one)  # type: ignore[misc]
         return
 
+    read, to_blocks = _checked(rows, form), _blocks_of(form)
+    parts = 2 if form.layout.endswith("_pairs") else 1
+    count = form.shape[0] // parts
+    first_rows = [part * count for part in range(parts)]
+    step = max(PIECE_ELEMENTS // math.prod(form.shape[1:]) // ROWS, 1) * ROWS
+    for begin in range(0, count, step):
+        yield partial(_piece, read, to_blocks, begin, min(begin + step, count), first_rows)
+
+
+def _checked(rows: RowReader, form: PackedForm) -> RowReader:
+    """Reads a weight, and refuses values that kernels do not support."""
+
     def read(begin: int, end: int) -> torch.Tensor:
         values = rows(begin, end)
         if values.dtype != TORCH_DTYPES[form.dtype]:
@@ -77,31 +89,31 @@ def pack_rows(rows: RowReader, form: PackedForm) -> Iterator[Callable[[], memory
             raise ValueError(f"a weight packed as {form} holds codes above 15")
         return values
 
-    count = form.shape[0]
-    step = max(PIECE_ELEMENTS // math.prod(form.shape[1:]) // ROWS, 1) * ROWS
-    if form.layout == "plain":
-        for begin in range(0, count, step):
-            yield partial(_plain, read, begin, min(begin + step, count))
-        return
-    layout, in_pairs = form.layout.removesuffix("_pairs"), form.layout.endswith("_pairs")
-    if layout not in ("r16", "r16_columns"):
-        raise ValueError(f"unknown layout {form.layout!r}")
-    words = _four_bit_blocks if DTYPES[form.dtype].bits == 4 else _r16_blocks
-    blocks = _columns if layout == "r16_columns" else words
-    parts = 2 if in_pairs else 1
-    for begin in range(0, count // parts, step):
-        yield partial(_blocks, read, blocks, begin, min(begin + step, count // parts), range(0, count, count // parts))
+    return read
 
 
-def _plain(read: RowReader, begin: int, end: int) -> memoryview:
-    return _bytes(read(begin, end))
+def _blocks_of(form: PackedForm) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the function that packs rows of one part."""
+    match form.layout.removesuffix("_pairs"):
+        case "plain":
+            return torch.Tensor.contiguous
+        case "r16":
+            return _four_bit_blocks if DTYPES[form.dtype].bits == 4 else _r16_blocks
+        case "r16_columns":
+            return _columns
+    raise ValueError(f"unknown layout {form.layout!r}")
 
 
-def _blocks(
-    read: RowReader, blocks: Callable[[torch.Tensor], torch.Tensor], begin: int, end: int, parts: range
+def _piece(
+    read: RowReader,
+    to_blocks: Callable[[torch.Tensor], torch.Tensor],
+    begin: int,
+    end: int,
+    first_rows: Sequence[int],
 ) -> memoryview:
-    """Packs rows of matrices that are stored in turn; `parts` are their first rows."""
-    return _bytes(torch.stack([blocks(read(first + begin, first + end)) for first in parts], dim=1))
+    """Packs rows of parts whose blocks alternate; each part begins at one of `first_rows`."""
+    parts = [to_blocks(read(first + begin, first + end)) for first in first_rows]
+    return _bytes(parts[0] if len(parts) == 1 else torch.stack(parts, dim=1))
 
 
 def unpack_rows(data: memoryview, form: PackedForm) -> RowReader:
