@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import onnx_ir as ir
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from enginewright.passes.graph import LinearLayer, head_of, linear_of, made_by
 from enginewright.passes.torch_ops import GATES, Compute, compute_of
 from enginewright.passes.weights import RowReader, open_rows, read, shape_of
-from enginewright.plugins.experts.grouped_linear import GROUPED_LINEAR, STARTS
+from enginewright.plugins.experts.grouped_linear import STARTS
 from enginewright.plugins.plugin import operand
 
 HEAD_ROWS = 8192  # rows of the vocabulary whose logits are computed at once
@@ -120,50 +120,85 @@ def stream(
     """
     head = head_of(model)
     nodes, tail = _divided(model, head)
-    wanted = Counter(value for node in nodes for value in node.inputs)
     result = model.graph.outputs[0] if head is None else head.x
-    wanted[result] += 1
-    whole = [torch.tensor([text]) for text in texts]
+    tokens = [torch.tensor([text]) for text in texts]
     given = {
-        "tokens": whole,
+        "tokens": tokens,
         "positions": [torch.arange(len(text)).unsqueeze(0) for text in texts],
-        "token_types": [torch.zeros_like(text) for text in whole],
+        "token_types": [torch.zeros_like(text) for text in tokens],
     }
-    values: dict[ir.Value | None, Sequence[object]] = {
+    inputs: dict[ir.Value | None, list[torch.Tensor]] = {
         value: given[value.name] for value in model.graph.inputs if value.name in given
     }
+    readers = Counter([result, *(value for node in nodes for value in node.inputs)])
+    values = _Values(len(texts), inputs, readers)
     with single_threaded_pool(threads) as pool:
         for node in nodes:
-            grouped = node.op_type == GROUPED_LINEAR.name
-            linear = linear_of(node.outputs[0]) if node.op_type == "MatMul" or grouped else None
-            instead: Replacements = {}
-            if linear is not None:
-                inputs = cast(list[torch.Tensor], values[linear.x])
-                if grouped:
-                    starts = cast(list[torch.Tensor], values[operand(node, STARTS)])
-                    linear = replace(linear, starts=tuple(tuple(each[0].tolist()) for each in starts))
-                else:
-                    inputs = [x[0] for x in inputs]
-                instead = (visit(linear, inputs) if visit is not None else None) or {}
-            if linear is not None and grouped:
-                results: list[tuple[torch.Tensor, ...]] = [(y,) for y in _grouped(linear, inputs, instead, pool)]
-            else:
-                compute = [compute_of(node)] * len(texts)
-                for text, other in instead.items():
-                    compute[text] = partial(_linear, other)
-                operands = [values.get(value) or [_shared(node, value)] * len(texts) for value in node.inputs]
-                results = list(pool.map(_call, compute, [node] * len(texts), *operands))
-                del operands
-            for index, output in enumerate(node.outputs):
-                if wanted[output]:
-                    values[output] = [result[index] for result in results]
-            del results
-            for value in node.inputs:
-                wanted[value] -= 1
-                if not wanted[value]:
-                    values.pop(value, None)
-    hidden = cast(list[torch.Tensor], values[result])
+            values.store(node, _computed(node, values, visit, compute_of, pool))
+    hidden = values[result]
     return Streamed(head, tail, [round_for_head(x) for x in hidden] if round_for_head else hidden)
+
+
+class _Values:
+    """Values of the texts; each is freed after the last node that reads it."""
+
+    def __init__(
+        self, num_texts: int, given: dict[ir.Value | None, list[torch.Tensor]], readers: Counter[ir.Value | None]
+    ) -> None:
+        """Starts with the inputs.
+
+        Args:
+            num_texts: number of texts.
+            given: inputs of the graph, with a tensor for each text. Other values join them.
+            readers: value → number of its readers to come.
+        """
+        self.num_texts = num_texts
+        self._values, self._readers = given, readers
+
+    def __getitem__(self, value: ir.Value) -> list[torch.Tensor]:
+        return self._values[value]
+
+    def operands(self, node: ir.Node) -> list[Sequence[object]]:
+        """Lists each input of a node, for all texts."""
+        return [self._values.get(value) or [_shared(node, value)] * self.num_texts for value in node.inputs]
+
+    def store(self, node: ir.Node, results: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        """Stores the outputs of a node that have readers, and frees its inputs that have no more.
+
+        Args:
+            node: the node.
+            results: its outputs for each text.
+        """
+        for index, output in enumerate(node.outputs):
+            if self._readers[output]:
+                self._values[output] = [result[index] for result in results]
+        for value in node.inputs:
+            self._readers[value] -= 1
+            if not self._readers[value]:
+                self._values.pop(value, None)
+
+
+def _computed(
+    node: ir.Node,
+    values: _Values,
+    visit: Visit | None,
+    compute_of: Callable[[ir.Node], Compute],
+    pool: ThreadPoolExecutor,
+) -> list[tuple[torch.Tensor, ...]]:
+    """Computes the outputs of a node for each text, after its visit if it multiplies with a weight."""
+    linear, instead = linear_of(node.outputs[0]), dict[int, Substitute]()
+    if linear is not None and linear.x in node.inputs:  # a node that adds its bias does not read x
+        inputs = values[linear.x] if linear.grouped else [x[0] for x in values[linear.x]]
+        if linear.grouped:
+            starts = values[operand(node, STARTS)]
+            linear = replace(linear, starts=tuple(tuple(each[0].tolist()) for each in starts))
+        instead.update((visit(linear, inputs) if visit is not None else None) or {})
+        if linear.grouped:
+            return [(y,) for y in _grouped(linear, inputs, instead, pool)]
+    compute = [compute_of(node)] * values.num_texts
+    for text, substitute in instead.items():
+        compute[text] = partial(_linear, substitute)
+    return list(pool.map(_call, compute, [node] * values.num_texts, *values.operands(node)))
 
 
 def _call(compute: Compute, *operands: object) -> tuple[torch.Tensor, ...]:
