@@ -6,7 +6,7 @@
 import importlib
 from dataclasses import dataclass
 
-from enginewright.builder.checkpoint.gguf.names import ARCHITECTURES, VARIANTS
+from enginewright.builder.checkpoint.gguf.families import FAMILIES
 from enginewright.builder.models import model_types
 from enginewright.builder.wrappers import WRAPPERS
 from enginewright.passes.quant import METHODS
@@ -32,8 +32,7 @@ def families() -> list[Family]:
     rows = []
     for model_type in model_types():
         about, _, paper = " ".join(str(module_of(model_type).__doc__).split()).rpartition(" https://")
-        read = [*ARCHITECTURES.items(), *((name, found) for (name, _), found in VARIANTS.items())]
-        gguf = tuple(name for name, found in read if found.model_type == model_type)
+        gguf = tuple(dict.fromkeys(each.architecture for each in FAMILIES if each.model_type == model_type))
         real = f", {PUBLISHED_WEIGHTS[model_type]}" if model_type in PUBLISHED_WEIGHTS else ""
         rows.append(Family(model_type, about, f"https://{paper}", gguf, f"transformers{real}"))
     return rows

@@ -13,8 +13,9 @@ import torch
 from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
 from enginewright.builder.checkpoint.files import SourceFolder, hub_origin, sha256
 from enginewright.builder.checkpoint.gguf.config import synthesize
+from enginewright.builder.checkpoint.gguf.families import find_family
 from enginewright.builder.checkpoint.gguf.header import GgufTensor, read_header
-from enginewright.builder.checkpoint.gguf.names import ROPE_FACTORS, find_architecture, map_tensors
+from enginewright.builder.checkpoint.gguf.tensors import ROPE_FACTORS, map_tensors
 from enginewright.builder.checkpoint.gguf.tokenizer import Vocabulary, build_tokenizer, generation_config
 from enginewright.errors import EngineError, UnsupportedModelError
 from enginewright.regular_file import open_regular
@@ -43,13 +44,13 @@ class GgufCheckpoint:
         self.name, self.origin = name or QUANT_SUFFIX.sub("", path.stem), hub_origin(path.parent)
         header = read_header(self._path)
         _refuse_split(header.metadata, path.name)
-        architecture = find_architecture(header)
+        family = find_family(header)
         factors = header.tensors.get(ROPE_FACTORS)
         if factors:
             _check_type(factors)
-        config = synthesize(header, architecture, self._dequantized(factors) if factors else None)
+        config = synthesize(header, family, self._dequantized(factors) if factors else None)
         self._vocabulary = Vocabulary(header.metadata, config["vocab_size"])
-        self._sources = map_tensors(header, architecture, config)
+        self._sources = map_tensors(header, family, config)
         for tensor in {part.type: part for source in self._sources.values() for part in source.parts}.values():
             _check_type(tensor)
         self.pooling = None  # llama.cpp's embedding models are not supported

@@ -1,126 +1,59 @@
-"""Reads the keys of Gemma's GGUF files.
+"""Reads values of Gemma's config.json that need more than one key of the metadata.
 
 Source: Gemma2Model, Gemma3Model and Gemma4Model of llama.cpp's conversion/gemma.py, and the computation in its
 src/models/gemma*.cpp where no key has the value.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from enginewright.builder.checkpoint.gguf.families import Source
-from enginewright.builder.checkpoint.gguf.keys import Keys, layer_types
+from enginewright.builder.checkpoint.gguf import fields
+from enginewright.builder.checkpoint.gguf.family import Field, Source
 from enginewright.errors import EngineError, UnsupportedModelError
 
-GEMMA2_27B_LAYERS = 46
-GEMMA3_PATTERN = 6  # every sixth layer is global
-GEMMA3_LOCAL_BASE = 10_000.0
-GEMMA3_27B_LAYERS = 62
 UNROTATED = 1e30  # divisor of the rope frequency of pairs that are not rotated
 
 
-def gemma2(source: Source) -> dict[str, Any]:
-    """Reads Gemma 2's keys."""
-    keys = source.keys
-    window = keys.size("attention.sliding_window", 4096)
-    return _gemma(source, GEMMA2_27B_LAYERS) | {
-        "rope_theta": keys.positive("rope.freq_base", 10_000.0),
-        "layer_types": layer_types(keys, source.layers, 2),
-        "sliding_window": window,
-    }
+def query_scale(layers_of_27b: int) -> Field:
+    """Makes the field of query_pre_attn_scalar, which the file does not have.
+
+    Args:
+        layers_of_27b: layers of the 27B model, which scales by its hidden size over its heads, every other by head_dim.
+    """
+    return lambda source: (fields.mean_head_dim if source.layers == layers_of_27b else fields.head_dim)(source)
 
 
-def gemma3(source: Source) -> dict[str, Any]:
-    """Reads Gemma 3's keys."""
-    keys = source.keys
-    window = keys.find(int, "attention.sliding_window") or 0
-    types = layer_types(keys, source.layers, GEMMA3_PATTERN)
-    own = _gemma(source, GEMMA3_27B_LAYERS) | {
-        "rope_theta": keys.positive("rope.freq_base", 10_000.0),
-        "rope_local_base_freq": keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_BASE),
-        "layer_types": types if window else ["full_attention"] * source.layers,
-    }
-    return own | ({"sliding_window": window} if window else {})
+# The others are Gemma 4's.
+layer_types = fields.layer_types(6)
+shared_layers = fields.count("attention.shared_kv_layers")  # the upper layers, which use keys of lower ones
 
 
-def _gemma(source: Source, layers_of_27b: int) -> dict[str, Any]:
-    keys, config = source.keys, source.config
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "final_logit_softcapping": keys.find(float, "final_logit_softcapping"),
-        "attn_logit_softcapping": keys.find(float, "attn_logit_softcapping"),
-        # The file does not have it. The 27B model scales by its hidden size over its heads, every other by head_dim.
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if source.layers == layers_of_27b
-        else config["head_dim"],
-    }
+def local_head_dim(source: Source) -> int:
+    """Reads the width of a head in layers with a window; the common `attention.key_length` is that of the others."""
+    dim = source.keys.size("attention.key_length_swa")
+    source.keys.refuse("attention.value_length_swa", dim)
+    source.keys.refuse("rope.dimension_count_swa", dim)
+    return dim
 
 
-def gemma4(source: Source) -> dict[str, Any]:
-    """Reads Gemma 4's keys; the common `attention.key_length` is that of layers without a window."""
-    keys, config = source.keys, source.config
-    local_dim, global_dim = keys.size("attention.key_length_swa"), config["head_dim"]
-    keys.refuse("attention.value_length_swa", local_dim)
-    keys.refuse("rope.dimension_count_swa", local_dim)
-    types = layer_types(keys, source.layers, 6)
-    shared = keys.find(int, "attention.shared_kv_layers") or 0
-    width, is_wide = _mlp_widths(keys, source.layers, shared)
-    kv_heads = _kv_heads(keys, types)
-    own: dict[str, Any] = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": source.any_ends("attn_q.bias"),
-        "attention_k_eq_v": _keys_are_values(source, types[: source.layers - shared]),
-        "final_logit_softcapping": keys.find(float, "final_logit_softcapping"),
-        "global_head_dim": global_dim,
-        "head_dim": local_dim,
-        "hidden_size_per_layer_input": keys.find(int, "embedding_length_per_layer_input") or 0,
-        "intermediate_size": width,
-        "layer_types": types,
-        "num_global_key_value_heads": kv_heads.get("full_attention"),
-        "num_key_value_heads": kv_heads.get("sliding_attention") or kv_heads["full_attention"],
-        "num_kv_shared_layers": shared,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": _rotated_part(source.rope_factors, global_dim),
-                "rope_theta": keys.positive("rope.freq_base"),
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base_swa")},
-        },
-        "sliding_window": keys.size("attention.sliding_window"),
-        "use_double_wide_mlp": is_wide,
-        "vocab_size_per_layer_input": config["vocab_size"],
-    }
-    if not keys.has("expert_count"):
-        return own
-    return own | {
-        "enable_moe_block": True,
-        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-        "num_experts": keys.size("expert_count"),
-        "top_k_experts": keys.size("expert_used_count"),
-    }
+def local_kv_heads(source: Source) -> int:
+    """Reads the number of kv heads in layers with a window, or in all if no layer has one."""
+    heads = _kv_heads(source)
+    return heads.get("sliding_attention") or heads["full_attention"]
 
 
-def _mlp_widths(keys: Keys, layers: int, shared: int) -> tuple[int, bool]:
-    """Returns the width of the lower layers' MLPs, and if those of the upper `shared` layers have twice that."""
-    widths = keys.each("feed_forward_length", layers)
-    first = widths[0]
-    for times in (1, 2):
-        if widths == [first * times if layer >= layers - shared else first for layer in range(layers)]:
-            return first, times == 2
-    raise UnsupportedModelError(
-        f"metadata gemma4.feed_forward_length is {widths}", f"{first} in some layers, twice that in the last {shared}"
-    )
+def global_kv_heads(source: Source) -> int | None:
+    """Reads the number of kv heads in layers without a window; None if there are no such layers."""
+    return _kv_heads(source).get("full_attention")
 
 
-def _kv_heads(keys: Keys, types: Sequence[str]) -> dict[str, int]:
+def _kv_heads(source: Source) -> dict[str, int]:
     """Returns kind of layer → number of kv heads."""
-    counts = keys.each("attention.head_count_kv", len(types))
+    counts = source.keys.each("attention.head_count_kv", source.layers)
     found: dict[str, int] = {}
-    for kind, count in zip(types, counts, strict=True):
+    for kind, count in zip(layer_types(source), counts, strict=True):
         if found.setdefault(kind, count) != count:
             raise UnsupportedModelError(
                 f"metadata gemma4.attention.head_count_kv is {found[kind]} and {count} in layers of {kind}"
@@ -128,13 +61,43 @@ def _kv_heads(keys: Keys, types: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _keys_are_values(source: Source, types: Sequence[str]) -> bool:
-    """Checks if layers without a window use keys as values. types: kinds of the layers with keys of their own."""
-    everywhere = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+def keys_are_values(source: Source) -> bool:
+    """Checks if layers without a window use keys as values."""
+    kinds = layer_types(source)[: source.layers - shared_layers(source)]
+    everywhere = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     without = [layer for layer in everywhere if f"blk.{layer}.attn_v.weight" not in source.tensors]
     if without and without != everywhere:
         raise EngineError(f"tensor blk.{without[0]}.attn_v.weight is missing", "other layers without a window have one")
     return bool(without)
+
+
+def mlp_width(source: Source) -> int:
+    """Reads the width of the lower layers' MLPs."""
+    return source.keys.each("feed_forward_length", source.layers)[0]
+
+
+def has_double_wide_mlp(source: Source) -> bool:
+    """Checks if the MLPs of layers that use others' keys have twice the width."""
+    layers, shared, first = source.layers, shared_layers(source), mlp_width(source)
+    widths = source.keys.each("feed_forward_length", layers)
+    for times in (1, 2):
+        if widths == [first * times if layer >= layers - shared else first for layer in range(layers)]:
+            return times == 2
+    raise UnsupportedModelError(
+        f"metadata gemma4.feed_forward_length is {widths}", f"{first} in some layers, twice that in the last {shared}"
+    )
+
+
+def rope_parameters(source: Source) -> dict[str, Any]:
+    """Makes the parameters of rope for both kinds of layers."""
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": _rotated_part(source.rope_factors, fields.head_dim(source)),
+            "rope_theta": source.keys.positive("rope.freq_base"),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": source.keys.positive("rope.freq_base_swa")},
+    }
 
 
 def _rotated_part(factors: torch.Tensor | None, dim: int) -> float:

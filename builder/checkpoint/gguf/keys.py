@@ -1,7 +1,7 @@
-"""Reads the metadata of a GGUF file by type, and the rope keys that all architectures share."""
+"""Reads the metadata of a GGUF file by type."""
 
 import math
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from enginewright.builder.checkpoint.gguf.header import GgufHeader
 from enginewright.errors import EngineError, UnsupportedModelError
@@ -138,42 +138,3 @@ class Keys:
         """Refuses keys that were not read."""
         for key in sorted(self._values.keys() - self._read - IDLE_KEYS):
             self.refuse(key, *((0,) if key in NO_EXPERTS else ()))
-
-
-def layer_types(keys: Keys, count: int, period: int) -> list[str]:
-    """Returns the kind of each layer.
-
-    Args:
-        keys: metadata of the file.
-        count: number of layers.
-        period: one of this number of layers has no window, if the file does not say which.
-    """
-    pattern = keys.layers("attention.sliding_window_pattern", count) or period
-    local = [(layer + 1) % pattern != 0 for layer in range(count)] if isinstance(pattern, int) else pattern
-    return ["sliding_attention" if flag else "full_attention" for flag in local]
-
-
-def rope_scaling(keys: Keys, context_tokens: int) -> dict[str, Any] | None:
-    """Makes the rope_scaling of config.json; None if there is none.
-
-    Args:
-        keys: metadata of the file.
-        context_tokens: positions of the longest sequence.
-    """
-    old_factor = keys.find(float, "rope.scale_linear")
-    factor = keys.find(float, "rope.scaling.factor") or old_factor
-    kind = keys.get(str, "rope.scaling.type", "linear" if factor not in (None, 0.0, 1.0) else "none")
-    original = keys.find(int, "rope.scaling.original_context_length")
-    keys.refuse("rope.scaling.yarn_ext_factor", 1.0)
-    keys.refuse("rope.scaling.attn_factor", 1.0)
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn") or not factor or not math.isfinite(factor):
-        raise UnsupportedModelError(f"rope scaling {kind!r} with factor {factor} is not implemented")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = original or context_tokens
-        for key, name in (("attn_factor", "attention_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow")):
-            if (value := keys.find(float, f"rope.scaling.yarn_{key}")) is not None:
-                scaling[name] = value
-    return scaling

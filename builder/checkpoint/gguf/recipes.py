@@ -27,7 +27,7 @@ class Recipe:
     restore: Callable[..., torch.Tensor] = unchanged  # (config, *parts) → the model's tensor
 
 
-def _row_of_each(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+def row_of_each(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
     """Reshapes a convolution's [channels, width], perhaps with axes of 1, to [channels, 1, width]."""
     return tensor.reshape(-1, 1, tensor.shape[-1])
 
@@ -36,12 +36,13 @@ def _flat(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten()
 
 
-def _logarithm(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+def logarithm(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
     """Restores A_log from -exp(A_log), which the file has, perhaps as [heads, 1]."""
     return (-tensor).log().flatten()
 
 
-def _transposed(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+def transposed(_config: Config, tensor: torch.Tensor) -> torch.Tensor:
+    """Swaps rows and columns."""
     return tensor.t()
 
 
@@ -55,7 +56,7 @@ def _whole_kv(_config: Config, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return torch.cat([k.transpose(1, 2), v], dim=1).flatten(0, 1)
 
 
-def _by_key_head(config: Config, qkv: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+def by_key_head(config: Config, qkv: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Regroups rows of all q, all k, all v and all z by key head."""
     heads, width = config["linear_num_key_heads"], config["linear_num_key_heads"] * config["linear_key_head_dim"]
     parts = (qkv[:width], qkv[width : 2 * width], qkv[2 * width :], z)
@@ -94,28 +95,19 @@ def mamba2(block: str) -> Sequence[Recipe]:
         block: name of the block in a layer.
     """
     return (
-        Recipe(f"{block}.A_log", ("ssm_a",), _logarithm),
+        Recipe(f"{block}.A_log", ("ssm_a",), logarithm),
         Recipe(f"{block}.D", ("ssm_d",), _flat),
         Recipe(f"{block}.dt_bias", ("ssm_dt.bias",)),
-        Recipe(f"{block}.conv1d.weight", ("ssm_conv1d.weight",), _row_of_each),
+        Recipe(f"{block}.conv1d.weight", ("ssm_conv1d.weight",), row_of_each),
         Recipe(f"{block}.norm.weight", ("ssm_norm.weight",), _flat),
     )
 
 
 NET = "linear_attn"
-# Qwen3-Next's files have value heads in the model's order; files of older converters have in_proj_qkvz in one tensor.
-FUSED_DELTA_NET = (
-    Recipe(f"{NET}.A_log", ("ssm_a",), _logarithm),
-    Recipe(f"{NET}.dt_bias", ("ssm_dt.bias",)),
-    Recipe(f"{NET}.conv1d.weight", ("ssm_conv1d.weight",), _row_of_each),
-    Recipe(f"{NET}.norm.weight", ("ssm_norm.weight",)),
-    Recipe(f"{NET}.in_proj_qkvz.weight", ("attn_qkv.weight", "attn_gate.weight"), _by_key_head),
-    Recipe(f"{NET}.in_proj_qkvz.weight", ("ssm_in.weight",)),
-)
 DELTA_NET = (
-    Recipe(f"{NET}.A_log", ("ssm_a",), _then(_grouped, _logarithm)),
+    Recipe(f"{NET}.A_log", ("ssm_a",), _then(_grouped, logarithm)),
     Recipe(f"{NET}.dt_bias", ("ssm_dt.bias",), _grouped),
-    Recipe(f"{NET}.conv1d.weight", ("ssm_conv1d.weight",), _then(_row_of_each, _grouped_after_keys)),
+    Recipe(f"{NET}.conv1d.weight", ("ssm_conv1d.weight",), _then(row_of_each, _grouped_after_keys)),
     Recipe(f"{NET}.norm.weight", ("ssm_norm.weight",)),
     Recipe(f"{NET}.in_proj_qkv.weight", ("attn_qkv.weight",), _grouped_after_keys),
     Recipe(f"{NET}.in_proj_z.weight", ("attn_gate.weight",), _grouped),
@@ -123,34 +115,14 @@ DELTA_NET = (
     Recipe(f"{NET}.in_proj_a.weight", ("ssm_alpha.weight",), _grouped),
     Recipe(f"{NET}.out_proj.weight", ("ssm_out.weight",), _grouped_columns),
 )
-KIMI_DELTA = (
-    Recipe("self_attn.A_log", ("ssm_a",), _logarithm),
-    Recipe("self_attn.dt_bias", ("ssm_dt.bias",)),
-    *(Recipe(f"self_attn.{part}_conv1d.weight", (f"ssm_conv1d_{part}.weight",), _row_of_each) for part in "qkv"),
-)
-SHORT_CONV = (Recipe("conv.conv.weight", ("shortconv.conv.weight",), _row_of_each),)
+SHORT_CONV = (Recipe("conv.conv.weight", ("shortconv.conv.weight",), row_of_each),)
 LATENT = (Recipe("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), _whole_kv),)
-SINKS = (Recipe("self_attn.sinks", ("attn_sinks.weight",)),)
 SHARED_MLP = tuple(
     Recipe(f"shared_mlp.{name}.weight", tuple(f"{part}{end}.weight" for part in parts), restore)
     for end in ("_shexp", "")
     for name, parts, restore in (
         ("input_linear", ("ffn_gate", "ffn_up"), _stacked),
         ("output_linear", ("ffn_down",), unchanged),
-    )
-)
-GEMMA4 = (
-    Recipe("layer_scalar", ("layer_output_scale.weight",)),
-    Recipe("router.scale", ("ffn_gate_inp.scale",)),
-    Recipe("router.per_expert_scale", ("ffn_down_exps.scale",)),
-)
-GPT2 = tuple(
-    Recipe(f"{name}.weight", (f"{part}.weight",), _transposed)
-    for part, name in (
-        ("attn_qkv", "attn.c_attn"),
-        ("attn_output", "attn.c_proj"),
-        ("ffn_up", "mlp.c_fc"),
-        ("ffn_down", "mlp.c_proj"),
     )
 )
 
