@@ -215,15 +215,19 @@ def test_granite_4_without_states_is_granite(tmp_path: Path) -> None:
         ("kimi-linear", "expert_gating_func", 1, r"kimi-linear\.expert_gating_func = 1 is not implemented"),
         ("mistral4", "attention.temperature_length", 65, r"mistral4\.attention\.temperature_length = 65 is not impl"),
         ("mistral4", "expert_gating_func", 2, r"mistral4\.expert_gating_func = 2 is not implemented"),
+        ("mistral4", "rope.scaling.type", None, r"rope\.scaling\.type is missing"),
+        ("mistral4", "rope.scaling.type", "linear", r"mistral4\.rope\.scaling\.type = 'linear' is not implemented"),
     ],
 )
 def test_metadata_that_a_family_needs(
-    tmp_path: Path, case: str, key: str, value: int | list[int] | None, message: str
+    tmp_path: Path, case: str, key: str, value: int | list[int] | str | None, message: str
 ) -> None:
     writer, _ = write_converted(tmp_path / "tiny.gguf", case, CONVERTED[case])
     writer.kv_data[0].pop(f"{case}.{key}", None)
     if isinstance(value, list):
         writer.add_array(f"{case}.{key}", value)
+    elif isinstance(value, str):
+        writer.add_string(f"{case}.{key}", value)
     elif value is not None:
         writer.add_uint32(f"{case}.{key}", value)
     with pytest.raises(EngineError, match=message):

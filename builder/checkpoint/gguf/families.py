@@ -61,7 +61,8 @@ def _check_deepseek(source: Source) -> None:
 
 def _mistral4_rope_scaling(source: Source) -> dict[str, Any]:
     scaling = fields.latent_rope_scaling(source)
-    if scaling is None:
+    source.keys.refuse("rope.scaling.type", "yarn", "none")
+    if scaling is None or scaling["rope_type"] != "yarn":
         raise EngineError("metadata rope.scaling.type is missing", fix="Convert the model again.")
     beta = source.keys.find(float, "attention.temperature_scale")
     source.keys.refuse("attention.temperature_length", scaling["original_max_position_embeddings"])
