@@ -4,7 +4,8 @@ Lists and objects are as in JSON, except for bare keys; `format_argument` of Gem
 (https://ai.google.dev/gemma/docs/capabilities/text/function-calling-gemma4).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from enginewright.errors import UsageError
@@ -21,69 +22,66 @@ _FREE_DEPTH = 3  # maximum nesting in grammars for values without a schema
 _SCALARS = {"boolean": '("true" | "false")', "null": '"null"'}
 
 
-def _reader(quote: str) -> Callable[[Source, FoundCalls], Reading[None]]:
-    def read(source: Source, found: FoundCalls) -> Reading[None]:
-        yield from source.space()
-        yield from source.expect("call:")
-        name = (yield from source.up_to("{")).strip()
-        if len(name.split()) != 1:
-            raise ValueError("no name")
-        found.begin(name)
-        yield from read_value(source, found.add, 0)
+@dataclass(frozen=True)
+class _Arguments:
+    """Reads the arguments of a call, and gives them as JSON."""
 
-    def read_value(source: Source, give: Give, depth: int) -> Reading[None]:
-        yield from source.space()
+    quote: str  # mark around a text
+    source: Source  # text of the message
+    give: Give  # receives the JSON
+
+    def read_value(self, depth: int) -> Reading[None]:
+        yield from self.source.space()
         if depth > MAX_DEPTH:
             raise ValueError("nested too deeply")
-        if (yield from source.has("{")):
-            yield from read_entries(source, give, "{", "}", depth)
-        elif (yield from source.has("[")):
-            yield from read_entries(source, give, "[", "]", depth)
-        elif (yield from source.has(quote)):
-            yield from read_quoted(source, give)
-        elif (yield from source.has('"')):
-            give('"')
-            if not (yield from read_text(source, give, *source.stops)):
+        for open, close in ("{}", "[]"):
+            if (yield from self.source.has(open)):
+                yield from self._read_entries(open, close, depth)
+                return
+        if (yield from self.source.has(self.quote)):
+            yield from self._read_quoted()
+        elif (yield from self.source.has('"')):
+            self.give('"')
+            if not (yield from read_text(self.source, self.give, *self.source.stops)):
                 raise ValueError("a text without an end")
         else:
-            give(_scalar((yield from source.up_to(*",]}")).strip()))
+            self.give(_scalar((yield from self.source.up_to(*",]}")).strip()))
 
-    def read_entries(source: Source, give: Give, open: str, close: str, depth: int) -> Reading[None]:
+    def _read_entries(self, open: str, close: str, depth: int) -> Reading[None]:
         """Reads the rest of a list or an object."""
-        give(open)
-        yield from source.space()
+        self.give(open)
+        yield from self.source.space()
         is_first = True
-        while not (yield from source.has(close)):
+        while not (yield from self.source.has(close)):
             if not is_first:
-                yield from source.expect(",")
-                give(", ")
+                yield from self.source.expect(",")
+                self.give(", ")
             is_first = False
             if open == "{":
-                yield from read_key(source, give)
-            yield from read_value(source, give, depth + 1)
-            yield from source.space()
-        give(close)
+                yield from self._read_key()
+            yield from self.read_value(depth + 1)
+            yield from self.source.space()
+        self.give(close)
 
-    def read_key(source: Source, give: Give) -> Reading[None]:
+    def _read_key(self) -> Reading[None]:
         """Reads a key and the colon after it."""
-        yield from source.space()
-        if (yield from source.has(quote)):
-            yield from read_quoted(source, give)
-            yield from source.space()
+        yield from self.source.space()
+        if (yield from self.source.has(self.quote)):
+            yield from self._read_quoted()
+            yield from self.source.space()
         else:
-            give(dump((yield from source.up_to(*":,{}[]")).strip().strip('"')))
-        yield from source.expect(":")
-        give(": ")
+            self.give(dump((yield from self.source.up_to(*":,{}[]")).strip().strip('"')))
+        yield from self.source.expect(":")
+        self.give(": ")
 
-    def read_quoted(source: Source, give: Give) -> Reading[None]:
+    def _read_quoted(self) -> Reading[None]:
         """Reads the rest of a text, and the quote that ends it."""
-        give('"')
-        if (yield from source.give_up_to(lambda text: give(escaped(text)), quote, *source.stops)) != quote:
+        self.give('"')
+        end = yield from self.source.give_up_to(lambda text: self.give(escaped(text)), self.quote, *self.source.stops)
+        if end != self.quote:
             raise ValueError("a text without an end")
-        yield from source.has(quote)
-        give('"')
-
-    return read
+        yield from self.source.has(self.quote)
+        self.give('"')
 
 
 def _scalar(text: str) -> str:
@@ -97,50 +95,67 @@ def _scalar(text: str) -> str:
     return _WORDS.get(text, text)
 
 
-def _rules(quote: str, without: tuple[str, ...]) -> Callable[[Lark, Any, Mapping[str, Any], str], str]:
-    def value(lark: Lark, schema: Any, root: Mapping[str, Any], after: str) -> str:
-        return f"({' | '.join(one(lark, branch, root, 0) for branch in parts(schema, root))}) {lark.text(after)}"
+@dataclass(frozen=True)
+class _Rules:
+    """Writes rules for values of a schema."""
 
-    def one(lark: Lark, branch: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    quote: str  # mark around a text
+    without: tuple[str, ...]  # marks that no text contains
+    lark: Lark  # grammar that rules are added to
+    root: Mapping[str, Any]  # schema that references are in
+
+    def value(self, schema: Any, depth: int) -> str:
+        return " | ".join(self._one(branch, depth) for branch in parts(schema, self.root))
+
+    def _one(self, branch: Mapping[str, Any], depth: int) -> str:
         if depth > MAX_DEPTH:
             raise UsageError("a schema of arguments is nested too deeply")
         kind = branch.get("type")
+        if kind is None:
+            kinds = ["string", "number", "boolean", "null", *(("array", "object") if depth < _FREE_DEPTH else ())]
+            return " | ".join(self._one({"type": kind}, depth + 1) for kind in kinds)
         if kind == "string":
-            return f"{lark.text(quote)} {lark.free(quote, texts(branch), without)}"
+            return f"{self.lark.text(self.quote)} {self.lark.free(self.quote, texts(branch), self.without)}"
         if kind == "array":
-            entry = lark.rule(each(lark, branch.get("items", {}), root, depth + 1))
-            low, high = branch.get("minItems", 0), branch.get("maxItems")
-            more = f"({lark.text(',')} {entry}){{{max(low - 1, 0)},{'' if high is None else max(high - 1, 0)}}}"
-            listed = "" if high == 0 else f"{entry} {more}" if low else f"({entry} {more})?"
-            return f'"[" {listed} "]"'
+            return f'"[" {self._entries(branch, depth)} "]"'
         if kind == "object":
-            return f'"{{" {fields(lark, branch, root, depth)} "}}"'
-        if kind is not None:
-            return _SCALARS[kind] if kind in _SCALARS and "enum" not in branch else lark.json(branch, root)
-        anything = ["string", "number", "boolean", "null", *(("array", "object") if depth < _FREE_DEPTH else ())]
-        return " | ".join(one(lark, {"type": kind}, root, depth + 1) for kind in anything)
+            return f'"{{" {self._fields(branch, depth)} "}}"'
+        return _SCALARS[kind] if kind in _SCALARS and "enum" not in branch else self.lark.json(branch, self.root)
 
-    def each(lark: Lark, schema: Any, root: Mapping[str, Any], depth: int) -> str:
-        return " | ".join(one(lark, branch, root, depth) for branch in parts(schema, root))
+    def _entries(self, branch: Mapping[str, Any], depth: int) -> str:
+        entry = self.lark.rule(self.value(branch.get("items", {}), depth + 1))
+        low, high = branch.get("minItems", 0), branch.get("maxItems")
+        more = f"({self.lark.text(',')} {entry}){{{max(low - 1, 0)},{'' if high is None else max(high - 1, 0)}}}"
+        return "" if high == 0 else f"{entry} {more}" if low else f"({entry} {more})?"
 
-    def fields(lark: Lark, branch: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    def _fields(self, branch: Mapping[str, Any], depth: int) -> str:
         def entry(key: str, schema: Any) -> str:
-            return f"{lark.text(f'{key}:')} ({each(lark, schema, root, depth + 1)})"
+            return f"{self.lark.text(f'{key}:')} ({self.value(schema, depth + 1)})"
 
         def free() -> str:
-            return f'{lark.terminal(f"/{_KEY}/")} ":" ({each(lark, {}, root, depth + 1)})'
+            return f'{self.lark.terminal(f"/{_KEY}/")} ":" ({self.value({}, depth + 1)})'
 
-        return lark.properties(branch, entry, free, lark.text(","), _KEY)
-
-    return value
+        return self.lark.properties(branch, entry, free, self.lark.text(","), _KEY)
 
 
 def _format(name: str, open: str, close: str, quote: str) -> CallFormat:
-    arguments = ListedArguments("", ":", "", _rules(quote, (open, close)), between=",", key=_KEY)
+    def read(source: Source, found: FoundCalls) -> Reading[None]:
+        yield from source.space()
+        yield from source.expect("call:")
+        name = (yield from source.up_to("{")).strip()
+        if len(name.split()) != 1:
+            raise ValueError("no name")
+        found.begin(name)
+        yield from _Arguments(quote, source, found.add).read_value(0)
+
+    def rules(lark: Lark, schema: Any, root: Mapping[str, Any], after: str) -> str:
+        return f"({_Rules(quote, (open, close), lark, root).value(schema, 0)}) {lark.text(after)}"
+
+    arguments = ListedArguments("", ":", "", rules, between=",", key=_KEY)
     return CallFormat(
         name,
         (open,),
-        _reader(quote),
+        read,
         WrittenCalls(f"{open}call:", "{", f"}}{close}", between="", arguments=arguments, name=r"[^\s{]+"),
         open=open,
         close=close,
