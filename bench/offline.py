@@ -17,7 +17,7 @@ from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.speculation.stats import SpeculationStats
 from enginewright_bench.figures import PERCENTILE_METHOD, Distribution
 from enginewright_bench.machine_facts import machine_facts
-from enginewright_bench.workload import Item, WorkloadConfig, token_ids, workload
+from enginewright_bench.workload import WorkloadConfig, WorkloadRequest, token_ids, workload
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,9 @@ def _compared(
     return Comparison(plain_rounds, ratios, len(outputs), differing)
 
 
-def _requests(llm: LLM, config: WorkloadConfig, items: Sequence[Item]) -> tuple[list[list[int]], list[SamplingParams]]:
+def _requests(
+    llm: LLM, config: WorkloadConfig, items: Sequence[WorkloadRequest]
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """Makes token ids and parameters of each request. Raises UsageError if one does not fit the engine."""
     prompts, params = [], []
     for number, item in enumerate(items, start=1):

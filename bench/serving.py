@@ -19,9 +19,9 @@ from enginewright_bench.workload import (
     ARRIVALS,
     WARM_UP,
     WORDS,
-    Item,
-    Prompt,
     WorkloadConfig,
+    WorkloadPrompt,
+    WorkloadRequest,
     rng,
     synthetic,
     token_ids,
@@ -47,7 +47,7 @@ class Chat:
         """Words of synthetic prompts."""
         return WORDS
 
-    def convert(self, prompt: Prompt) -> Prompt:
+    def convert(self, prompt: WorkloadPrompt) -> WorkloadPrompt:
         """Converts a prompt to messages. Raises UsageError if it is token ids."""
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
@@ -55,7 +55,7 @@ class Chat:
             raise UsageError("has token ids, which a chat does not accept; use --endpoint completions")
         return prompt
 
-    def fields(self, prompt: Prompt) -> dict[str, Any]:
+    def fields(self, prompt: WorkloadPrompt) -> dict[str, Any]:
         """Makes the body's fields of a prompt."""
         return {"messages": self.convert(prompt)}
 
@@ -73,13 +73,13 @@ class Completions:
         """Token ids of synthetic prompts."""
         return token_ids(self.vocab_size)
 
-    def convert(self, prompt: Prompt) -> Prompt:
+    def convert(self, prompt: WorkloadPrompt) -> WorkloadPrompt:
         """Checks that a prompt is a text or token ids. Raises UsageError if it is messages."""
         if isinstance(prompt[0], dict):
             raise UsageError("has messages; use --endpoint chat")
         return prompt
 
-    def fields(self, prompt: Prompt) -> dict[str, Any]:
+    def fields(self, prompt: WorkloadPrompt) -> dict[str, Any]:
         """Makes the body's fields of a prompt."""
         return {"prompt": prompt}
 
@@ -180,7 +180,7 @@ def run_serve(config: ServeConfig) -> ServeReport:
     return asyncio.run(_run(config, items))
 
 
-async def _run(config: ServeConfig, items: Sequence[Item]) -> ServeReport:
+async def _run(config: ServeConfig, items: Sequence[WorkloadRequest]) -> ServeReport:
     from enginewright_bench.client import Client
 
     async with Client(config.base_url, api_key=config.api_key, timeout_s=config.timeout_s) as client:
@@ -236,7 +236,7 @@ def arrivals(config: ServeConfig, count: int) -> list[float]:
     return [0.0, *(float(time_s) for time_s in np.cumsum(pauses))]
 
 
-def _body(config: ServeConfig, model: str, item: Item) -> bytes:
+def _body(config: ServeConfig, model: str, item: WorkloadRequest) -> bytes:
     """Makes a greedy, streamed request. ignore_eos is not part of OpenAI's API, and only sent if it is set."""
     fields: dict[str, Any] = {
         "model": model,

@@ -12,7 +12,7 @@ from enginewright.errors import UsageError
 from enginewright.input_lines import read_lines
 
 # A text, token ids, or messages with role and content.
-Prompt = str | list[int] | list[dict[str, Any]]
+WorkloadPrompt = str | list[int] | list[dict[str, Any]]
 
 DEFAULT_PROMPTS = 32
 # Random streams of one seed: lengths do not change with prompts, and so on.
@@ -137,10 +137,10 @@ def workload_config(input_len: str, output_len: str, **options: Any) -> Workload
 
 
 @dataclass(frozen=True)
-class Item:
+class WorkloadRequest:
     """One request."""
 
-    prompt: Prompt  # prompt
+    prompt: WorkloadPrompt  # prompt
     max_tokens: int  # tokens of the completion
     line: int | None = None  # number of the line in the dataset
 
@@ -162,7 +162,7 @@ def token_ids(vocab_size: int) -> Sequence[int]:
 
 def synthetic(
     config: WorkloadConfig, alphabet: Sequence[int] | Sequence[str], count: int, stream: int = PROMPTS
-) -> list[Item]:
+) -> list[WorkloadRequest]:
     """Makes random prompts.
 
     Args:
@@ -182,13 +182,15 @@ def synthetic(
     items = []
     for length, max_tokens in zip(inputs, outputs, strict=True):
         prompt = prefix + sample(length - len(prefix))
-        items.append(Item(" ".join(prompt) if isinstance(alphabet[0], str) else prompt, max_tokens))
+        items.append(WorkloadRequest(" ".join(prompt) if isinstance(alphabet[0], str) else prompt, max_tokens))
     return items
 
 
 def workload(
-    config: WorkloadConfig, alphabet: Sequence[int] | Sequence[str], convert: Callable[[Prompt], Prompt] = lambda it: it
-) -> list[Item]:
+    config: WorkloadConfig,
+    alphabet: Sequence[int] | Sequence[str],
+    convert: Callable[[WorkloadPrompt], WorkloadPrompt] = lambda it: it,
+) -> list[WorkloadRequest]:
     """Makes the requests of a benchmark, in order.
 
     Args:
@@ -214,7 +216,7 @@ def workload(
     for (number, line), length in zip(lines, lengths, strict=True):
         try:
             prompt, max_tokens = _request(line)
-            items.append(Item(convert(prompt), max_tokens or length, number))
+            items.append(WorkloadRequest(convert(prompt), max_tokens or length, number))
         except (UsageError, msgspec.MsgspecError, RecursionError) as error:
             raise UsageError(f"{config.dataset}, line {number}", str(error)) from error
     return items
@@ -223,7 +225,7 @@ def workload(
 Ids = list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _DatasetLine(msgspec.Struct, frozen=True):
     """A line of a dataset; other keys are ignored."""
 
     prompt: str | Ids | None = None  # text or token ids
@@ -239,12 +241,12 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
     return found
 
 
-def _request(line: bytes) -> tuple[Prompt, int | None]:
+def _request(line: bytes) -> tuple[WorkloadPrompt, int | None]:
     fields: Any = msgspec.json.decode(line)
     if not isinstance(fields, Mapping):
         fields = {"prompt_token_ids": fields}
-    request = msgspec.convert(fields, type=_Line)
-    given: list[Prompt] = [
+    request = msgspec.convert(fields, type=_DatasetLine)
+    given: list[WorkloadPrompt] = [
         prompt for prompt in (request.prompt, request.prompt_token_ids, request.messages) if prompt is not None
     ]
     if len(given) != 1:

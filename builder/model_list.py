@@ -17,7 +17,7 @@ PUBLISHED_WEIGHTS = {"bert": "all-MiniLM-L6-v2", "llama": "SmolLM2-135M"}
 
 
 @dataclass(frozen=True)
-class Family:
+class ListedFamily:
     """A row of the table."""
 
     model_type: str  # `model_type` of config.json
@@ -27,21 +27,21 @@ class Family:
     tested_against: str  # reference of the tests
 
 
-def families() -> list[Family]:
+def families() -> list[ListedFamily]:
     """Lists the families, each from the docstring of its file."""
     rows = []
     for model_type in model_types():
         about, _, paper = " ".join(str(module_of(model_type).__doc__).split()).rpartition(" https://")
         gguf = tuple(dict.fromkeys(each.architecture for each in FAMILIES if each.model_type == model_type))
         real = f", {PUBLISHED_WEIGHTS[model_type]}" if model_type in PUBLISHED_WEIGHTS else ""
-        rows.append(Family(model_type, about, f"https://{paper}", gguf, f"transformers{real}"))
+        rows.append(ListedFamily(model_type, about, f"https://{paper}", gguf, f"transformers{real}"))
     return rows
 
 
-def wrappers() -> list[Family]:
+def wrappers() -> list[ListedFamily]:
     """Lists models that contain a text model; their other parts are left out."""
     page = "https://huggingface.co/docs/transformers/model_doc"
-    return [Family(name, found.about, f"{page}/{name}", (), "transformers") for name, found in WRAPPERS.items()]
+    return [ListedFamily(name, found.about, f"{page}/{name}", (), "transformers") for name, found in WRAPPERS.items()]
 
 
 def module_of(model_type: str) -> object:

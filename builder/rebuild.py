@@ -34,7 +34,7 @@ from enginewright.runtime.commands import diff
 from enginewright.runtime.commands.quality import QUALITY, QualityReport
 
 CONFIG = "config.json"
-Source = TypeVar("Source", bound=Checkpoint | HeadFolder)
+SourceType = TypeVar("SourceType", bound=Checkpoint | HeadFolder)
 
 
 def rebuild(
@@ -175,7 +175,7 @@ def _locate(engine: Path, ref: str | None, name: str, sources: Mapping[str, str]
     return ref
 
 
-def _checked(source: Source, ref: str, sources: Mapping[str, str], option: str) -> Source:
+def _checked(source: SourceType, ref: str, sources: Mapping[str, str], option: str) -> SourceType:
     """Checks that a checkpoint has exactly the files that the engine was built from."""
     if differing := [*_differing(sources, source.source_hashes())]:
         raise _other_inputs(ref, differing, option)

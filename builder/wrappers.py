@@ -106,7 +106,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-class TextPart:
+class TextModelTensors:
     """The text model of a checkpoint with other parts, as a source of tensors."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

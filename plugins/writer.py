@@ -7,7 +7,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 # A Python int (or several) is an INT64 constant, a float for a FLOAT scalar; None for an absent input.
-Operand = ir.Value | npt.NDArray[np.generic] | Sequence[int] | int | float | None
+OpInput = ir.Value | npt.NDArray[np.generic] | Sequence[int] | int | float | None
 Attribute = int | float | str | Sequence[int]
 
 
@@ -17,7 +17,7 @@ class Writer:
     def __init__(self) -> None:
         self.nodes: list[ir.Node] = []
 
-    def op(self, op_type: str, *inputs: Operand, **attributes: Attribute) -> ir.Value:
+    def op(self, op_type: str, *inputs: OpInput, **attributes: Attribute) -> ir.Value:
         """Writes a standard op with one output.
 
         Args:
@@ -28,7 +28,7 @@ class Writer:
         (output,) = self.ops(op_type, *inputs, outputs=1, **attributes)
         return output
 
-    def ops(self, op_type: str, *inputs: Operand, outputs: int, **attributes: Attribute) -> Sequence[ir.Value]:
+    def ops(self, op_type: str, *inputs: OpInput, outputs: int, **attributes: Attribute) -> Sequence[ir.Value]:
         """Writes a standard op with several outputs.
 
         Args:
@@ -83,7 +83,7 @@ class Writer:
         (output,) = self.append("Constant", [], [ir.AttrTensor("value", ir.tensor(array))])
         return output
 
-    def cast(self, value: Operand, to: ir.DataType) -> ir.Value:
+    def cast(self, value: OpInput, to: ir.DataType) -> ir.Value:
         """Writes a Cast.
 
         Args:

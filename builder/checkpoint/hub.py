@@ -71,7 +71,7 @@ class HubId:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HubSnapshot:
     """The downloaded files of a repository."""
 
     path: Path  # folder of the files
@@ -92,7 +92,7 @@ def download(
     cache_dir: Path | None = None,
     only_cached: bool = False,
     check_config: CheckConfig | None = None,
-) -> Snapshot:
+) -> HubSnapshot:
     """Downloads the needed files of a repository into the cache; cached files are not fetched again.
 
     The config and the tokenizer come first, and weights only if those can be used.
@@ -113,7 +113,7 @@ def download(
     needed = [CONFIG, TOKENIZER]  # only a part of a repository's files is ever fetched
     if only_cached:
         path = _cached(hub_id, needed, cache_dir, "downloads are disabled", f"Get it: `hf download {id}`.")
-        return Snapshot(path, path.parent.parent)
+        return HubSnapshot(path, path.parent.parent)
     try:
         with _refusals(hub_id, hint):
             info = HfApi(endpoint=endpoint).model_info(id, revision=hub_id.revision)
@@ -133,7 +133,7 @@ def download(
             path = _snapshot(hub_id, [*texts, *weights], endpoint, cache_dir)
     except UNREACHABLE as error:
         path = _cached(hub_id, needed, cache_dir, *_unreachable(error), hint)
-    return Snapshot(path, path.parent.parent)
+    return HubSnapshot(path, path.parent.parent)
 
 
 def download_file(

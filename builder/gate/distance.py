@@ -20,7 +20,7 @@ BLOCK_ELEMENTS = 1 << 22  # elements of the source's logits that a thread comput
 PIECE_ELEMENTS = 1 << 18  # elements of these that are compared at once, so that a cache holds them
 
 
-class Source(Protocol):
+class ReferenceModel(Protocol):
     """A model that engines are compared with."""
 
     def logits(self, text: int, begin: int, end: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Positions:
 
 
 def compare(
-    source: Source,
+    source: ReferenceModel,
     produced: Iterable[tuple[int, int, NDArray[np.float32]]],
     texts: Sequence[Sequence[int]],
     threads: int = 1,
@@ -74,7 +74,7 @@ def compare(
 
 
 def _compare_block(
-    source: Source, text: int, first: int, logits: NDArray[np.float32], tokens: Sequence[int], begin: int
+    source: ReferenceModel, text: int, first: int, logits: NDArray[np.float32], tokens: Sequence[int], begin: int
 ) -> Positions:
     """Compares a block; `logits` are the engine's, from position `first` on."""
     vocab_size = logits.shape[1]

@@ -18,7 +18,7 @@ from enginewright.builder.config import ConfigReader
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.tensors import AssumedTensors, Tensors
 from enginewright.builder.weights import Weights
-from enginewright.builder.wrappers import WRAPPERS, TextPart, text_config
+from enginewright.builder.wrappers import WRAPPERS, TextModelTensors, text_config
 from enginewright.embedding import EmbeddingConfig
 from enginewright.errors import UnsupportedModelError
 
@@ -49,7 +49,7 @@ def build_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> ir.Mo
     config = text_config(checkpoint.config)
     if config is checkpoint.config:
         return _build(config, Tensors(checkpoint), max_seq_len, pooling=checkpoint.pooling)
-    part = TextPart(checkpoint)
+    part = TextModelTensors(checkpoint)
     return _build(config, Tensors(part), max_seq_len, part.notes, checkpoint.pooling)
 
 
@@ -67,7 +67,7 @@ def build_mtp_graph(checkpoint: Checkpoint, max_seq_len: int | None = None) -> i
         EngineError: config and tensors do not fit together.
     """
     config = text_config(checkpoint.config)
-    tensors = Tensors(checkpoint if config is checkpoint.config else TextPart(checkpoint))
+    tensors = Tensors(checkpoint if config is checkpoint.config else TextModelTensors(checkpoint))
     reader, weights = _open(config, tensors, max_seq_len)
     build = getattr(_module(reader.read(str, "model_type")), "build_mtp", None)
     model = build(reader, weights) if build is not None else None

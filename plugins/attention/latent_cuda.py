@@ -22,7 +22,7 @@ ANY = Linear(1 << 20)  # blocks; a grid is bounded by the multiprocessors
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _LatentShape:
     """Sizes of a call, as in LatentAttention and Latent of csrc/cuda."""
 
     heads: int  # query heads
@@ -104,6 +104,6 @@ def _launches(call: Call) -> tuple[Launch, ...]:
     )
 
 
-def _shape_of(call: Call) -> _Shape:
+def _shape_of(call: Call) -> _LatentShape:
     heads, value_dim = (int(call.attributes[name]) for name in ("heads", "value_dim"))
-    return _Shape(heads, call.operands["latent"].stride, value_dim)
+    return _LatentShape(heads, call.operands["latent"].stride, value_dim)

@@ -19,7 +19,7 @@ from enginewright.runtime.engine import Engine
 logger = logging.getLogger(__name__)
 
 AnyRequest = Request | TextRequest
-StepOutputs = Sequence[tuple[AnyRequest, Delta]]  # deltas of one step of the core
+StepDeltas = Sequence[tuple[AnyRequest, Delta]]  # deltas of one step of the core
 
 
 class EngineThread:
@@ -131,7 +131,7 @@ class EngineThread:
     def _abort(self, request: AnyRequest) -> None:
         self._send(self._core.abort(request))
 
-    def _send(self, outputs: StepOutputs) -> None:
+    def _send(self, outputs: StepDeltas) -> None:
         if not outputs:
             return
         self._open.difference_update(request for request, delta in outputs if delta.finish_reason and request.finished)
@@ -155,7 +155,7 @@ class EngineThread:
                 self._post(request.sink, error)
 
 
-def _deliver(outputs: StepOutputs) -> None:
+def _deliver(outputs: StepDeltas) -> None:
     for request, delta in outputs:
         request.sink(delta)
 

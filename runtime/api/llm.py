@@ -60,7 +60,7 @@ from enginewright.runtime.step.work_class import WorkClass
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 OnOutput = Callable[[int, RequestOutput], None]
 Priority = int | Sequence[int] | None
 
@@ -124,7 +124,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool = False,
-        on_progress: Progress | None = None,
+        on_progress: OnProgress | None = None,
         on_output: OnOutput | None = None,
         cache_salt: str = "",
         priority: Priority = None,
@@ -160,7 +160,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        on_progress: Progress | None = None,
+        on_progress: OnProgress | None = None,
         cache_salt: str = "",
         priority: Priority = None,
         **vllm_options: Any,
@@ -357,7 +357,7 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: Params,
         use_tqdm: bool,
-        on_progress: Progress | None,
+        on_progress: OnProgress | None,
         cache_salt: str,
         priority: Priority,
         on_output: OnOutput | None = None,

@@ -79,7 +79,7 @@ class _OpenAILine(msgspec.Struct, forbid_unknown_fields=True):
     body: msgspec.Raw  # body as JSON
 
 
-class _Work(msgspec.Struct):
+class _PreparedRequest(msgspec.Struct):
     """A prepared request, with all that is needed to write its answer."""
 
     request: BatchRequest | OpenAIBatchRequest  # line of the input
@@ -228,7 +228,7 @@ def _check_output(
             raise UsageError(f"{source}, line {request.line}", why, 'Give each line an "id".')
 
 
-def _answer(llm: LLM, work: Sequence[_Work], writer: AnswerWriter) -> int:
+def _answer(llm: LLM, work: Sequence[_PreparedRequest], writer: AnswerWriter) -> int:
     """Computes and writes all answers; returns the number of errors among them."""
     owners = [
         (index, index_in_request) for index, one in enumerate(work) for index_in_request in range(len(one.prompts))
@@ -264,14 +264,14 @@ def _answer(llm: LLM, work: Sequence[_Work], writer: AnswerWriter) -> int:
     return failed
 
 
-def _prepare(llm: LLM, request: BatchRequest, common: Mapping[str, Any]) -> _Work:
+def _prepare(llm: LLM, request: BatchRequest, common: Mapping[str, Any]) -> _PreparedRequest:
     params = default_params(llm.engine, **{**common, **request.options})
     ids = llm.encode(request.prompt)
     llm.check(ids, params)
-    return _Work(request, [ids], params)
+    return _PreparedRequest(request, [ids], params)
 
 
-def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, Any]) -> _Work:
+def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, Any]) -> _PreparedRequest:
     """Reads a body like a server with strict keys; options of the command line replace missing ones."""
     known, form_type = URLS[request.url]
     try:
@@ -294,9 +294,9 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
         for ids in prompts:
             llm.check(ids, params)
     except ApiError as error:
-        return _Work(request, [], error=error)
+        return _PreparedRequest(request, [], error=error)
     except (UsageError, WorkerLostError) as error:
-        return _Work(request, [], error=from_engine(error, form_type.prompt_key))
+        return _PreparedRequest(request, [], error=from_engine(error, form_type.prompt_key))
     manifest = llm.engine.manifest
     form = form_type(
         f"{form_type.id_prefix}{token_hex(12)}",
@@ -305,7 +305,7 @@ def _prepare_openai(llm: LLM, request: OpenAIBatchRequest, common: Mapping[str, 
         llm.engine.tokenizer,
         include,
     )
-    return _Work(request, prompts, params, form, body=body, given=given_prompts, priority=priority)
+    return _PreparedRequest(request, prompts, params, form, body=body, given=given_prompts, priority=priority)
 
 
 def _encode(llm: LLM, prompt: Prompt) -> list[int]:
@@ -318,7 +318,7 @@ def _encode(llm: LLM, prompt: Prompt) -> list[int]:
         raise ApiError(400, why, param="messages") from error
 
 
-def _openai_response(llm: LLM, work: _Work, results: Sequence[RequestOutput]) -> tuple[int, bytes]:
+def _openai_response(llm: LLM, work: _PreparedRequest, results: Sequence[RequestOutput]) -> tuple[int, bytes]:
     """HTTP status and body of the response that the server would send."""
     error = work.error
     outputs = [output for result in results for output in result.outputs]

@@ -17,7 +17,8 @@ from enginewright.runtime.core.prompts import Conversation, PromptTooLongError
 from enginewright.runtime.device.devices import open_engine
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.text.messages.formats import new_parser
-from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
+from enginewright.runtime.text.messages.history import Messages
+from enginewright.runtime.text.messages.parser import Piece, ReasoningPiece, TextPiece
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 HELP = """\
@@ -29,8 +30,6 @@ Ctrl-C stops an answer. Put a space before a message that starts with a slash.""
 FULL_SHARE = 0.75  # share of the context; a longer prompt leaves too little for an answer
 KEPT_SHARE = 0.5  # share of the context that is kept then, so that not every message changes the prompt's prefix
 DIM, PLAIN = "\033[2m", "\033[22m"
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 def chat(
@@ -171,7 +170,7 @@ class TerminalChat:
             printer, last, num_tokens = _Printer(), Delta(0, "", ()), 0
             for last in self._stream:
                 num_tokens += len(last.tokens)
-                printer.write([Text(last.text)] if parser is None else parser.push(last.text))
+                printer.write([TextPiece(last.text)] if parser is None else parser.push(last.text))
             if parser is not None:
                 printer.write(parser.end())
             print()
@@ -236,10 +235,10 @@ class _Printer:
 
     def write(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            if isinstance(piece, Reasoning):
+            if isinstance(piece, ReasoningPiece):
                 self._reasoning += piece.text
                 _dim(piece.text)
-            elif isinstance(piece, Text):
+            elif isinstance(piece, TextPiece):
                 if self._reasoning and not self._text:
                     _dim("\n\n")
                 self._text += piece.text

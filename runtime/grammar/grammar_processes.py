@@ -81,7 +81,7 @@ _BEYOND_TIME, _BEYOND_MEMORY = signal.SIGPROF, signal.SIGABRT  # signals that en
 
 
 @dataclass(eq=False)
-class Walk:
+class WalkHandle:
     """The walk of one answer through a grammar, as the thread knows it."""
 
     number: int  # number of the walk
@@ -115,7 +115,7 @@ class CompiledGrammar:
     is_ready: bool = False  # True once it is compiled
     num_bytes: int = 0  # bytes measured by its process; until then, its limit
     waiting: list["Future[None]"] = field(default_factory=list)  # futures that end when it is compiled
-    walks: dict[int, Walk] = field(default_factory=dict)  # its walks by number
+    walks: dict[int, WalkHandle] = field(default_factory=dict)  # its walks by number
     num_pending: int = 0  # number of replies that are still to come
     heard_at: float = 0.0  # time of the last reply, or of the first command after all were answered, by time.monotonic
 
@@ -140,7 +140,7 @@ class GrammarProcesses:
         self._read_tokenizer, self._setup, self._capacity_bytes = read_tokenizer, setup, capacity_bytes
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the most recently used last
         self._queues: dict[Lane, deque[CompiledGrammar]] = {FIRST: deque(), SECOND: deque()}
-        self._walks: dict[int, Walk] = {}
+        self._walks: dict[int, WalkHandle] = {}
         self._numbers = count()
         self._num_evictions = 0
         self._fork_server: subprocess.Popen[bytes] | None = None
@@ -181,7 +181,7 @@ class GrammarProcesses:
     def open(self, key: str, put: Callable[[WalkReply], None]) -> int:
         """Starts a walk, and returns its number. The thread passes its replies to `put`."""
         number = next(self._numbers)
-        self._post(self._open, Walk(number, key, put))
+        self._post(self._open, WalkHandle(number, key, put))
         return number
 
     def take(self, number: int, token: int) -> None:
@@ -287,7 +287,7 @@ class GrammarProcesses:
         elif future.set_running_or_notify_cancel():
             future.set_result(None)
 
-    def _open(self, walk: Walk) -> None:
+    def _open(self, walk: WalkHandle) -> None:
         self._walks[walk.number] = walk
         grammar = self._find(walk.key)
         grammar.walks[walk.number] = walk

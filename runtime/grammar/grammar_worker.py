@@ -127,7 +127,7 @@ def _message(wanted: StructuredOutputsParams, source: str) -> str:
     return json.dumps({"grammars": [message, *before, answer | {"name": "answer"}, *others]})
 
 
-class Grammar:
+class GrammarWalks:
     """A compiled grammar, and the walks of the answers that follow it.
 
     Args:
@@ -310,7 +310,7 @@ def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, An
             connection.sendall(framed(reply._replace(num_kib=memory.own_kib).encode()))
 
 
-def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> Grammar | str:
+def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> GrammarWalks | str:
     """Compiles a grammar; returns an error's text if that fails."""
     frame = json.loads(key)
     found = answer(frame)
@@ -318,7 +318,7 @@ def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any], digits: Nu
         return found["failed"] or "it cannot be read"
     try:
         has_json = StructuredOutputsParams(**frame).has_json
-        return Grammar(found["source"], trie, limits, digits if has_json else None)
+        return GrammarWalks(found["source"], trie, limits, digits if has_json else None)
     except ValueError as error:
         return failure(frame, found["source"], str(error))
 
@@ -327,7 +327,7 @@ def _warm_up(trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits)
     """Compiles and walks grammars of each kind, so that shared tables, such as Unicode's, are made before forks."""
     schema = {"properties": {"a": {"pattern": r"\w"}, "b": {"enum": ["one", "two"]}}, "required": ["a", "b"]}
     for wanted in ({"json": schema}, {"regex": r"\d+ of \d+"}, {"choice": ["the only text that there is"]}):
-        grammar = Grammar(answer(wanted)["source"], trie, limits, digits)
+        grammar = GrammarWalks(answer(wanted)["source"], trie, limits, digits)
         reply = grammar.answer(OPEN, 0, [])
         assert reply is not None
         for kind in (LOOK, TAKE):

@@ -17,7 +17,7 @@ _LAST_DIGITS = re.compile(rb"([Ee][+-]?)?([0-9]*)\Z")
 _MAX_BEFORE = MAX_DIGITS + 2  # bytes before the mask's token that are read
 
 
-class Vocabulary(Protocol):
+class TokenBytes(Protocol):
     """The part of llguidance's LLTokenizer that is used here."""
 
     vocab_size: int  # number of tokens
@@ -38,7 +38,7 @@ class NumberDigits:
     without an exponent.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: TokenBytes) -> None:
         self._vocabulary, num_bytes = vocabulary, vocabulary.vocab_size // 8 + 1
         longer, others = [bytearray(num_bytes) for _ in range(MAX_DIGITS + 1)], bytearray(num_bytes)
         for token in range(vocabulary.vocab_size):

@@ -26,7 +26,7 @@ RENAMES = {
 BILLING = "x-anthropic-billing-header:"  # prefix of a line that Claude Code adds, and that changes in each turn
 
 
-class Text(msgspec.Struct):
+class TextBlock(msgspec.Struct):
     """Text block of a message."""
 
     text: str  # text of the block
@@ -205,10 +205,10 @@ BLOCK_UNREAD = ignored(
     "signature",
     "toolset_name",
 )
-TEXTS = Kinds({"text": known_keys(Text, BLOCK_UNREAD)})
+TEXTS = Kinds({"text": known_keys(TextBlock, BLOCK_UNREAD)})
 BLOCKS = Kinds(
     {
-        "text": known_keys(Text, BLOCK_UNREAD),
+        "text": known_keys(TextBlock, BLOCK_UNREAD),
         "thinking": known_keys(Thinking, BLOCK_UNREAD),
         "redacted_thinking": known_keys(RedactedThinking, BLOCK_UNREAD),
         "tool_use": known_keys(ToolUse, BLOCK_UNREAD),
@@ -291,7 +291,7 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
     """Text of blocks that are all text."""
     if content is None or isinstance(content, str):
         return content or ""
-    blocks = [read_kind(value, {"text": Text}, f"{where}[{index}]") for index, value in enumerate(content)]
+    blocks = [read_kind(value, {"text": TextBlock}, f"{where}[{index}]") for index, value in enumerate(content)]
     return "\n".join(block.text for block in blocks)
 
 
@@ -306,11 +306,11 @@ def _user_messages(content: str | list[dict[str, Any]], where: str) -> list[dict
         return [{"role": "user", "content": content}]
     if not content:
         raise ApiError(400, f"{where} is empty", param=where)
-    kinds: Mapping[str, type[Any]] = {"text": Text, "tool_result": ToolResult}
+    kinds: Mapping[str, type[Any]] = {"text": TextBlock, "tool_result": ToolResult}
     blocks = [(read_kind(value, kinds, f"{where}[{index}]"), index) for index, value in enumerate(content)]
     messages: list[dict[str, Any]] = []
     for kind, group in groupby(blocks, key=lambda one: type(one[0])):
-        if kind is Text:
+        if kind is TextBlock:
             messages.append({"role": "user", "content": "\n".join(block.text for block, _ in group)})
         else:
             messages += [_tool_message(block, f"{where}[{index}].content") for block, index in group]
@@ -329,14 +329,14 @@ def _assistant_message(content: str | list[dict[str, Any]], where: str) -> dict[
         return {"role": "assistant", "content": content}
     texts, thoughts, calls = [], [], []
     kinds: Mapping[str, type[Any]] = {
-        "text": Text,
+        "text": TextBlock,
         "thinking": Thinking,
         "redacted_thinking": RedactedThinking,
         "tool_use": ToolUse,
     }
     for index, value in enumerate(content):
         match read_kind(value, kinds, f"{where}[{index}]"):
-            case Text(text=text):
+            case TextBlock(text=text):
                 texts.append(text)
             case Thinking(thinking=thought):
                 thoughts.append(thought)

@@ -8,9 +8,9 @@ from enginewright.runtime.server.anthropic_body import RENAMES
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Choice, Usage, encode, typed_event
 from enginewright.runtime.server.parts import Part, PartsForm
-from enginewright.runtime.text.messages.calls import Call
+from enginewright.runtime.text.messages.calls import CallPiece
 from enginewright.runtime.text.messages.history import INVALID_JSON
-from enginewright.runtime.text.messages.parser import Reasoning
+from enginewright.runtime.text.messages.parser import ReasoningPiece
 
 OVERLOADED = 529  # Anthropic's HTTP status of a server that accepts no work at the moment
 ERROR_TYPES = {
@@ -64,15 +64,15 @@ class MessagesForm(PartsForm):
 
     def _growth(self, part: Part) -> bytes:
         kind, key = "text_delta", "text"
-        if part.kind is Call:
+        if part.kind is CallPiece:
             kind, key = "input_json_delta", "partial_json"
-        elif part.kind is Reasoning:
+        elif part.kind is ReasoningPiece:
             kind, key = "thinking_delta", "thinking"
         return self._delta(part, {"type": kind, key: part.texts[-1]})
 
     def _end(self, part: Part, *, is_cut: bool) -> bytes:
         stop = typed_event("content_block_stop", index=part.index)
-        if part.kind is not Reasoning:
+        if part.kind is not ReasoningPiece:
             return stop
         return self._delta(part, {"type": "signature_delta", "signature": self.id}) + stop
 
@@ -100,7 +100,7 @@ class MessagesForm(PartsForm):
 
         Clients drop thinking without a signature; the response's id serves as one.
         """
-        if part.kind is Call:
+        if part.kind is CallPiece:
             return {
                 "type": "tool_use",
                 "id": part.call_id,
@@ -108,14 +108,14 @@ class MessagesForm(PartsForm):
                 "input": _input(part.text) if whole else {},
             }
         text = part.text if whole else ""
-        if part.kind is Reasoning:
+        if part.kind is ReasoningPiece:
             return {"type": "thinking", "thinking": text, "signature": self.id if whole else ""}
         return {"type": "text", "text": text}
 
     def _reasons(self, choice: Choice) -> dict[str, Any]:
         if choice.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if any(part.kind is Call for part in self._parts):
+        if any(part.kind is CallPiece for part in self._parts):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(choice.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}

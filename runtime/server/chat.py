@@ -23,10 +23,10 @@ from enginewright.runtime.server.protocol import (
     read_kind,
 )
 from enginewright.runtime.server.tools import AllowedChoice, CalledFunction, Function, NamedTool, Tool, ToolCall, Tools
-from enginewright.runtime.text.messages.calls import Arguments, Call, whole_calls
+from enginewright.runtime.text.messages.calls import ArgumentsPiece, CallPiece, whole_calls
 from enginewright.runtime.text.messages.formats import Parser, new_parser, reasons
 from enginewright.runtime.text.messages.grammar import before_answer
-from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
+from enginewright.runtime.text.messages.parser import Piece, ReasoningPiece, TextPiece
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 THINKING = ("enable_thinking", "thinking")  # names of the template variable that turns reasoning off; both are in use
@@ -312,8 +312,8 @@ def _called(pieces: Sequence[Piece], first: int) -> list[dict[str, Any]]:
         first: the number of the first call that starts in them; arguments before it belong to the call before.
     """
     calls: list[dict[str, Any]] = []
-    for piece in whole_calls([piece for piece in pieces if isinstance(piece, Call | Arguments)]):
-        if isinstance(piece, Call):
+    for piece in whole_calls([piece for piece in pieces if isinstance(piece, CallPiece | ArgumentsPiece)]):
+        if isinstance(piece, CallPiece):
             function = {"name": piece.name, "arguments": piece.arguments}
             calls.append({"index": first, "id": new_call_id(), "type": "function", "function": function})
             first += 1
@@ -343,7 +343,7 @@ class ChatForm(ChoicesForm):
         if choice.parser is None:
             return super().chunk(choice, delta)
         pieces = choice.push(delta)
-        first = choice.parser.num_calls - sum(isinstance(piece, Call) for piece in pieces)
+        first = choice.parser.num_calls - sum(isinstance(piece, CallPiece) for piece in pieces)
         message = self._message(pieces, first)
         if not message and delta.finish_reason is None and not self.include.logprobs:
             return b""
@@ -367,8 +367,8 @@ class ChatForm(ChoicesForm):
             pieces: pieces of the message.
             first: the number of the first call that starts in them.
         """
-        text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
         message: dict[str, Any] = {"content": text} if text else {}
         if reasoning and self.include.reasoning:  # clients read either of the two names
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}

@@ -17,7 +17,7 @@ from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.text_offsets import TextOffsets
 from enginewright.runtime.server.token_aligner import TokenAligner
 from enginewright.runtime.text.messages.formats import Parser
-from enginewright.runtime.text.messages.parser import Piece, Text, joined
+from enginewright.runtime.text.messages.parser import Piece, TextPiece, joined
 from enginewright.runtime.text.tokenizer import REPLACEMENT, Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
@@ -86,7 +86,7 @@ class Choice:
 
     def _pieces(self, text: str, *, is_token: bool) -> list[Piece]:
         if self.parser is None:
-            return [Text(text)] if text else []
+            return [TextPiece(text)] if text else []
         self.num_reasoning_tokens += is_token and self.parser.in_reasoning
         return self.parser.push(text)
 

@@ -36,7 +36,7 @@ from enginewright.runtime.server.wire import header
 
 logger = logging.getLogger(__name__)
 
-Fields = dict[str, Any]  # values by name; None means unknown or not applicable
+LogFields = dict[str, Any]  # values by name; None means unknown or not applicable
 
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
 FORMATS = ("text", "json")
@@ -54,7 +54,7 @@ CLIENT_GONE = 499  # nginx's status for a client that disconnected; no client ev
 PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)  # values that need no quotes in a text line
 
 
-def log_event(level: int, event: str, fields: Fields, limited: str | None = None) -> None:
+def log_event(level: int, event: str, fields: LogFields, limited: str | None = None) -> None:
     """Logs a line of fields.
 
     Args:
@@ -82,7 +82,7 @@ class RequestLog:
         self._failure: tuple[int, str | None] | None = None  # status and code of the error that the client got
         self.is_gone = False  # True once the client has disconnected
         self._method, self._path = scope["method"], scope["path"]
-        self.figures: Fields | None = None  # None until the request has reached the engine
+        self.figures: LogFields | None = None  # None until the request has reached the engine
         self.params: SamplingParams | None = None  # sampling parameters of the answers
         self.unused: UnusedKeys | None = None  # unused keys of the body; None until it is read
 
@@ -185,7 +185,7 @@ class RequestLog:
         status, code = self.status, self.code
         # Requests that end because the server was stopped on purpose need no warning.
         level = logging.WARNING if status >= 500 and code != "server_shutdown" else logging.INFO
-        fields: Fields = {
+        fields: LogFields = {
             "request_id": self.request_id,
             "client_request_id": None if self.client_id is None else self.client_id.decode(),
             "status": status,
@@ -206,7 +206,7 @@ class RequestLog:
 
 def log_refused_bytes(error: ApiError) -> None:
     """Logs the error of a client whose bytes are no HTTP request."""
-    fields: Fields = dict.fromkeys(("request_id", "client_request_id", "status", "code", "method", "path"))
+    fields: LogFields = dict.fromkeys(("request_id", "client_request_id", "status", "code", "method", "path"))
     log_event(logging.INFO, "refused", fields | {"status": error.status, "code": error.code}, limited=str(error.status))
 
 
@@ -291,7 +291,7 @@ class Line:
     at: float  # seconds since 1970
     level: str  # name of the level, one of LEVELS
     event: str  # name of the event; "log" is a message
-    fields: Fields  # values by name; "message" is a text for people, "traceback" has several lines
+    fields: LogFields  # values by name; "message" is a text for people, "traceback" has several lines
     is_announced: bool = False  # True for the person who started the server: a text line then has only its message
 
     @property
@@ -318,7 +318,7 @@ def as_text(line: Line) -> str:
     return printable_lines(text).replace("\n", CONTINUATION)
 
 
-def _message(record: logging.LogRecord) -> Fields:
+def _message(record: logging.LogRecord) -> LogFields:
     """Fields of a record that is no event. Names in it are escaped, so that they cannot start a line."""
     args = record.args
     if isinstance(args, tuple):

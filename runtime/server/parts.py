@@ -9,8 +9,8 @@ from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.server.form import Choice, Form, Include, Usage, new_call_id
 from enginewright.runtime.server.token_aligner import TokenAligner
-from enginewright.runtime.text.messages.calls import Arguments, Call
-from enginewright.runtime.text.messages.parser import Piece, Reasoning, Text
+from enginewright.runtime.text.messages.calls import ArgumentsPiece, CallPiece
+from enginewright.runtime.text.messages.parser import Piece, ReasoningPiece, TextPiece
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 
@@ -19,7 +19,7 @@ class Part:
     """A part of an answer while it is generated."""
 
     index: int  # number of the part in the answer
-    kind: type[Piece]  # class of its pieces: Text, Reasoning or Call
+    kind: type[Piece]  # class of its pieces: TextPiece, ReasoningPiece or CallPiece
     name: str = ""  # name of the tool, for a call
     id: str = field(default_factory=lambda: token_hex(12))  # random id of the part
     call_id: str = field(default_factory=new_call_id)  # id of the call
@@ -45,7 +45,7 @@ class PartsForm(Form):
         """Events for a delta."""
         events = []
         for piece in choice.push(delta, self._aligner):
-            if isinstance(piece, Reasoning) and not self.include.reasoning:
+            if isinstance(piece, ReasoningPiece) and not self.include.reasoning:
                 continue
             last = self._parts[-1] if self._parts else None
             part = self._add(piece)
@@ -66,19 +66,19 @@ class PartsForm(Form):
         (choice,) = choices
         for delta in choice.deltas:
             for piece in choice.push(delta, self._aligner):
-                if not isinstance(piece, Reasoning) or self.include.reasoning:
+                if not isinstance(piece, ReasoningPiece) or self.include.reasoning:
                     self._add(piece)
         return self._body(choice, usage)
 
     def _add(self, piece: Piece) -> Part:
         """Adds a piece, and returns its part. Neighbours of one kind are one part, except for calls."""
-        if isinstance(piece, Call):
-            self._parts.append(Part(len(self._parts), Call, piece.name))
-        elif not isinstance(piece, Arguments) and (not self._parts or self._parts[-1].kind is not type(piece)):
+        if isinstance(piece, CallPiece):
+            self._parts.append(Part(len(self._parts), CallPiece, piece.name))
+        elif not isinstance(piece, ArgumentsPiece) and (not self._parts or self._parts[-1].kind is not type(piece)):
             self._parts.append(Part(len(self._parts), type(piece)))
         part = self._parts[-1]
-        part.texts.append(piece.arguments if isinstance(piece, Call) else piece.text)
-        part.tokens += [piece.tokens] if isinstance(piece, Text) else []
+        part.texts.append(piece.arguments if isinstance(piece, CallPiece) else piece.text)
+        part.tokens += [piece.tokens] if isinstance(piece, TextPiece) else []
         return part
 
     @abstractmethod

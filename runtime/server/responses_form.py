@@ -13,8 +13,8 @@ from enginewright.runtime.server.form import Choice, Include, Usage, encode, typ
 from enginewright.runtime.server.parts import Part, PartsForm
 from enginewright.runtime.server.responses_body import PREFIXES, RENAMES, ResponsesRequest
 from enginewright.runtime.server.responses_store import StoredResponse
-from enginewright.runtime.text.messages.calls import Call
-from enginewright.runtime.text.messages.parser import Reasoning, Text
+from enginewright.runtime.text.messages.calls import CallPiece
+from enginewright.runtime.text.messages.parser import ReasoningPiece, TextPiece
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 
@@ -59,10 +59,10 @@ class ResponsesForm(PartsForm):
         return b"".join(self._event(f"response.{name}", response=response) for name in ("created", "in_progress"))
 
     def _begin(self, part: Part) -> bytes:
-        empty: dict[str, Any] = {"arguments": ""} if part.kind is Call else {"content": []}
+        empty: dict[str, Any] = {"arguments": ""} if part.kind is CallPiece else {"content": []}
         item = self._item(part, "in_progress") | empty
         added = self._event("response.output_item.added", output_index=part.index, item=item)
-        if part.kind is Call:
+        if part.kind is CallPiece:
             return added
         return added + self._part_event("content_part.added", part, part=self._content(part, len(part.texts)))
 
@@ -70,7 +70,7 @@ class ResponsesForm(PartsForm):
         return self._part_event(f"{_stem(part)}.delta", part, delta=part.texts[-1], **self._logprobs(part, -1))
 
     def _end(self, part: Part, *, is_cut: bool) -> bytes:
-        if part.kind is Call:
+        if part.kind is CallPiece:
             events = [self._part_event(f"{_stem(part)}.done", part, name=part.name, arguments=part.text)]
         else:
             events = [self._part_event(f"{_stem(part)}.done", part, text=part.text, **self._logprobs(part))]
@@ -143,13 +143,13 @@ class ResponsesForm(PartsForm):
     def _content(self, part: Part, first: int = 0) -> dict[str, Any]:
         """Content of a part, from the text with number `first` on."""
         text = "".join(part.texts[first:])
-        if part.kind is Reasoning:
+        if part.kind is ReasoningPiece:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], **self._logprobs(part, first)}
 
     def _logprobs(self, part: Part, first: int = 0) -> dict[str, Any]:
         """Log-probabilities of a part's texts from `first` on; the key is required even if they are not included."""
-        if part.kind is not Text:
+        if part.kind is not TextPiece:
             return {}
         written = self._written[part]
         for tokens in part.tokens[len(written) :]:  # encoded once, since several events repeat it
@@ -157,7 +157,7 @@ class ResponsesForm(PartsForm):
         return {"logprobs": list(chain.from_iterable(written[first:]))}
 
     def _part_event(self, name: str, part: Part, /, **keys: Any) -> bytes:
-        place = {} if part.kind is Call else {"content_index": 0}
+        place = {} if part.kind is CallPiece else {"content_index": 0}
         return self._event(f"response.{name}", item_id=_item_id(part), output_index=part.index, **place, **keys)
 
     def _event(self, type: str, /, **keys: Any) -> bytes:
@@ -173,9 +173,9 @@ def _status(choice: Choice | None) -> str:
 
 def _stem(part: Part) -> str:
     """Prefix of the names of events about a part."""
-    if part.kind is Call:
+    if part.kind is CallPiece:
         return "function_call_arguments"
-    return "reasoning_text" if part.kind is Reasoning else "output_text"
+    return "reasoning_text" if part.kind is ReasoningPiece else "output_text"
 
 
 def _item_id(part: Part) -> str:
@@ -183,4 +183,4 @@ def _item_id(part: Part) -> str:
 
 
 def _kind(part: Part) -> str:
-    return "function_call" if part.kind is Call else "reasoning" if part.kind is Reasoning else "message"
+    return "function_call" if part.kind is CallPiece else "reasoning" if part.kind is ReasoningPiece else "message"

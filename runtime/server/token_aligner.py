@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from enginewright.runtime.sampling.sampler import SampledToken
-from enginewright.runtime.text.messages.parser import Piece, Text
+from enginewright.runtime.text.messages.parser import Piece, TextPiece
 
 
 class TokenAligner:
@@ -39,9 +39,9 @@ class TokenAligner:
         pending = "".join(self._texts)
         aligned: list[Piece] = []
         for piece in pieces:
-            if isinstance(piece, Text):
+            if isinstance(piece, TextPiece):
                 place = _find(pending, piece.text, place, past)
-                piece = Text(piece.text, self._take(place, place + len(piece.text)))
+                piece = TextPiece(piece.text, self._take(place, place + len(piece.text)))
                 place += len(piece.text)
             aligned.append(piece)
         self._texts, self._num_pending = [pending[past:]], num_held

@@ -21,23 +21,23 @@ CODE = "code/"  # sections of this prefix are archives of kernels
 _NAME = re.compile(r"[!#-\[\]-~ ]{1,255}")  # printable ASCII but '"' and '\\'
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+NumBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
 
 class CompiledKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A kernel of an archive: its name in the cubin, and the resources of a launch."""
 
     symbol: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]  # name in the cubin
-    shared_bytes: Bytes = 0  # dynamic shared memory of a block, in bytes
+    shared_bytes: NumBytes = 0  # dynamic shared memory of a block, in bytes
     num_warps: Annotated[int, msgspec.Meta(ge=0, le=32)] = 0  # warps of a block; 0: the plan's launch has the threads
-    scratch_bytes: Bytes = 0  # global memory that each block needs for itself, in bytes
+    scratch_bytes: NumBytes = 0  # global memory that each block needs for itself, in bytes
 
 
 class _Entry(CompiledKernel, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """An entry of the index: a kernel, and the position of its cubin."""
 
-    offset: Bytes  # start of the cubin, in bytes from the section's start
-    nbytes: Bytes  # length of the cubin, in bytes
+    offset: NumBytes  # start of the cubin, in bytes from the section's start
+    nbytes: NumBytes  # length of the cubin, in bytes
 
 
 _INDEX = msgspec.json.Decoder(dict[str, _Entry])

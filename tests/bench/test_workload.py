@@ -10,9 +10,9 @@ from enginewright.errors import UsageError
 from enginewright_bench.workload import (
     WARM_UP,
     WORDS,
-    Item,
     Lengths,
     WorkloadConfig,
+    WorkloadRequest,
     synthetic,
     token_ids,
     workload,
@@ -103,8 +103,13 @@ def test_a_dataset_has_texts_ids_and_messages(tmp_path: Path) -> None:
     )
     items = workload(WorkloadConfig(dataset=path, output_len=Lengths(5, 5)), IDS)
     messages = [{"role": "user", "content": "Hi"}]
-    expected = [Item("Größe", 3, 1), Item([1, 2, 3], 5, 3), Item([4, 5], 5, 4), Item([6, 7, 8], 5, 5)]
-    assert items == [*expected, Item(messages, 9, 6)]
+    expected = [
+        WorkloadRequest("Größe", 3, 1),
+        WorkloadRequest([1, 2, 3], 5, 3),
+        WorkloadRequest([4, 5], 5, 4),
+        WorkloadRequest([6, 7, 8], 5, 5),
+    ]
+    assert items == [*expected, WorkloadRequest(messages, 9, 6)]
     assert workload(WorkloadConfig(dataset=path, num_prompts=2, output_len=Lengths(5, 5)), IDS) == items[:2]
 
 

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from enginewright.errors import UsageError
 from enginewright.runtime.grammar.grammar_worker import answer
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
-from enginewright.runtime.text.messages.calls import Arguments, Call, CallFormat
+from enginewright.runtime.text.messages.calls import ArgumentsPiece, CallFormat, CallPiece
 from enginewright.runtime.text.messages.formats import CALL_FORMATS, REASONING_FORMATS, new_parser
 from enginewright.runtime.text.messages.gemma import GEMMA4
 from enginewright.runtime.text.messages.grammar import (
@@ -28,7 +28,14 @@ from enginewright.runtime.text.messages.harmony import HARMONY
 from enginewright.runtime.text.messages.hermes import HERMES
 from enginewright.runtime.text.messages.llama3_json import LLAMA3_JSON
 from enginewright.runtime.text.messages.mistral import MISTRAL
-from enginewright.runtime.text.messages.parser import MessageFormat, Piece, Reasoning, ReasoningPlace, Text, joined
+from enginewright.runtime.text.messages.parser import (
+    MessageFormat,
+    Piece,
+    ReasoningPiece,
+    ReasoningPlace,
+    TextPiece,
+    joined,
+)
 from enginewright.runtime.text.messages.pythonic import PYTHONIC
 from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
 from enginewright.runtime.text.tokenizer import Tokenizer
@@ -131,9 +138,9 @@ def read(form: MessageFormat, text: str, *, size: int = 0, is_cut: bool = False,
     for place in range(0, len(text), size or max(len(text), 1)):
         given += parser.push(text[place : place + size] if size else text)
     for piece in joined(given + parser.end(is_cut=is_cut)):
-        if isinstance(piece, Arguments):
-            assert isinstance(pieces[-1], Call)
-            piece = Call(pieces[-1].name, pieces.pop().arguments + piece.text)  # type: ignore[union-attr]
+        if isinstance(piece, ArgumentsPiece):
+            assert isinstance(pieces[-1], CallPiece)
+            piece = CallPiece(pieces[-1].name, pieces.pop().arguments + piece.text)  # type: ignore[union-attr]
         pieces.append(piece)
     return pieces
 
@@ -146,7 +153,7 @@ def test_calls_alone_are_read_and_follow_their_schema(calls: CallFormat, several
         text = written(found.deep_copy(), seed)
         pieces = read(MessageFormat(None, calls), text)
         for piece in pieces:
-            assert isinstance(piece, Call), text
+            assert isinstance(piece, CallPiece), text
             jsonschema.validate(json.loads(piece.arguments), SCHEMAS[piece.name])
         counts.append(len(pieces))
     assert min(counts) == 1
@@ -192,16 +199,16 @@ def test_an_answer_or_calls_are_read_as_what_they_are(calls: CallFormat) -> None
             pieces = read(form, text, only_first=True)
             assert all(read(form, text, only_first=True, size=size) == pieces for size in (1, 5)), text
             kinds |= {type(piece) for piece in pieces}
-            if isinstance(pieces[0], Text):
-                assert pieces == [Text(text.removeprefix(begins[0]))]
+            if isinstance(pieces[0], TextPiece):
+                assert pieces == [TextPiece(text.removeprefix(begins[0]))]
                 if "json" in wanted:
                     jsonschema.validate(json.loads(pieces[0].text), wanted["json"])
                 continue
             assert several or len(pieces) == 1
             for piece in pieces:
-                assert isinstance(piece, Call), text
+                assert isinstance(piece, CallPiece), text
                 jsonschema.validate(json.loads(piece.arguments), SCHEMAS[piece.name])
-    assert kinds == {Text, Call}
+    assert kinds == {TextPiece, CallPiece}
 
 
 @pytest.mark.parametrize("calls", CALL_FORMATS, **NAMES)
@@ -214,13 +221,13 @@ def test_an_answer_or_calls_and_nothing_else(calls: CallFormat) -> None:
         assert passes(found, final + (reply if wanted is ANSWERS[0] else reply.replace(" ", "")))
         others = ("", good + reply, final + reply + good, f"I look. {good}", final + reply.replace("weather", "y"))
         assert not any(passes(found, text) for text in others)
-        assert read(MessageFormat(None, calls), final + reply, only_first=True) == [Text(reply)]
+        assert read(MessageFormat(None, calls), final + reply, only_first=True) == [TextPiece(reply)]
     thinking = either(calls, ANSWERS[0], reasons=True)
     thought = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant" if calls is HARMONY else "Hm</think>\n\n"
     for text in (good, final + reply):
         assert passes(thinking, thought + text)
         reasoning, one = read(MessageFormat(THINK, calls), thought + text, in_reasoning=True, only_first=True)
-        assert reasoning == Reasoning("Hm") and isinstance(one, Call if text is good else Text)
+        assert reasoning == ReasoningPiece("Hm") and isinstance(one, CallPiece if text is good else TextPiece)
     if calls.open:
         assert not passes(thinking, f"Hm {calls.open}{thought}{good}")
 
@@ -271,7 +278,7 @@ def test_calls_alone_are_no_text_wherever_they_are_cut(calls: CallFormat) -> Non
             pieces = read(MessageFormat(None, calls), text[:end], is_cut=True)
             assert len(pieces) <= len(whole)
             for piece, one in zip(pieces, whole, strict=False):
-                assert isinstance(piece, Call) and isinstance(one, Call) and piece.name == one.name
+                assert isinstance(piece, CallPiece) and isinstance(one, CallPiece) and piece.name == one.name
                 assert piece == one or (piece is pieces[-1] and one.arguments.startswith(piece.arguments))
 
 
@@ -294,7 +301,7 @@ def test_texts_with_calls_that_follow_their_schema(calls: CallFormat) -> None:
         text = "I look { ["
     assert passes(found, text) and passes(found, lead + good)
     assert not any(passes(found, lead + one) for one in (bad, lacking, other, good[:-3]))
-    assert isinstance(read(MessageFormat(None, calls), lead + good)[-1], Call)
+    assert isinstance(read(MessageFormat(None, calls), lead + good)[-1], CallPiece)
     if calls.open:
         assert passes(found, f"{lead}{good} and\n{good}.") and not passes(found, f"{lead}{good} and\n{bad}")
         alone = matcher(grammar=text_and_calls(calls, SCHEMAS, {}, several=False))

@@ -7,7 +7,7 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from enginewright.runtime.grammar.grammar_protocol import LIMITS, LOOK, OPEN, TAKE
-from enginewright.runtime.grammar.grammar_worker import Grammar, answer
+from enginewright.runtime.grammar.grammar_worker import GrammarWalks, answer
 from enginewright.runtime.grammar.number_digits import NumberDigits
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 
@@ -38,7 +38,7 @@ class Writer:
         params = StructuredOutputsParams(**wanted)
         made = answer(wanted)
         assert "source" in made, made
-        self._grammar = Grammar(made["source"], TRIE, LIMITS, DIGITS if params.has_json else None)
+        self._grammar = GrammarWalks(made["source"], TRIE, LIMITS, DIGITS if params.has_json else None)
         self.tokens: list[int] = []
         self.allowed = self._allowed(self._mask(OPEN, []))
 

@@ -10,7 +10,7 @@ from enginewright.runtime.text.messages.formats import new_parser
 from enginewright.runtime.text.messages.harmony import HARMONY
 from enginewright.runtime.text.messages.hermes import HERMES
 from enginewright.runtime.text.messages.llama3_json import LLAMA3_JSON
-from enginewright.runtime.text.messages.parser import MessageFormat, Piece, ReasoningFormat, Text
+from enginewright.runtime.text.messages.parser import MessageFormat, Piece, ReasoningFormat, TextPiece
 
 THINK = ReasoningFormat("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -33,7 +33,7 @@ def aligned(form: MessageFormat, texts: list[str], size: int = 1) -> list[Piece]
 
 
 def numbers(pieces: list[Piece]) -> list[int]:
-    return [token.token for piece in pieces if isinstance(piece, Text) for token in piece.tokens]
+    return [token.token for piece in pieces if isinstance(piece, TextPiece) for token in piece.tokens]
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,17 @@ def test_a_text_has_the_tokens_of_its_characters(form: MessageFormat, message: s
         texts = [message[start : start + length] for start in range(0, len(message), length)]
         pieces = aligned(form, texts)
         for piece in pieces:
-            if isinstance(piece, Text) and length == 1:
+            if isinstance(piece, TextPiece) and length == 1:
                 assert "".join(texts[token.token] for token in piece.tokens) == piece.text
         found = numbers(pieces)
         assert found == sorted(set(found)), "each is of one text"
-        num_chars, num_texts = sum(len(texts[number]) for number in found), sum(isinstance(one, Text) for one in pieces)
+        num_chars, num_texts = (
+            sum(len(texts[number]) for number in found),
+            sum(isinstance(one, TextPiece) for one in pieces),
+        )
         assert len(shown) <= num_chars < len(shown) + 2 * length * num_texts, "no more than both ends of a text"
         assert all(numbers(aligned(form, texts, size)) == found for size in (2, 3, len(texts)))
-        assert "".join(piece.text for piece in pieces if isinstance(piece, Text)) == shown
+        assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == shown
 
 
 def test_tokens_without_characters_of_their_own() -> None:

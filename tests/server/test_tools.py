@@ -21,7 +21,7 @@ from enginewright.runtime.server.protocol import ResponseFormat, convert
 from enginewright.runtime.server.tools import NO_PARAMETERS
 from enginewright.runtime.text.messages.grammar import MAX_CALLS, before_answer, text_and_calls
 from enginewright.runtime.text.messages.hermes import HERMES
-from enginewright.runtime.text.messages.parser import Reasoning, ReasoningPlace, Text
+from enginewright.runtime.text.messages.parser import ReasoningPiece, ReasoningPlace, TextPiece
 from enginewright.runtime.text.messages.plain import describe_tools
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, exactly, running, tiny_engine
 
@@ -159,7 +159,10 @@ def test_reasoning_that_the_prompt_begins(server: Running) -> None:
         assert "reasoning" not in server.chat(**tokens, **off)["choices"][0]["message"]
 
     tokenizer = server.llm.engine.tokenizer
-    for name, expected in (("<think>\n", [Reasoning("So."), Text("Yes.")]), ("x", [Text("So.</think>Yes.")])):
+    for name, expected in (
+        ("<think>\n", [ReasoningPiece("So."), TextPiece("Yes.")]),
+        ("x", [TextPiece("So.</think>Yes.")]),
+    ):
         (parser,) = ChatBody(messages=HELLO).parsers(tokenizer, tokenizer.encode(f"assistant: {name}"), 1)
         assert parser is not None and parser.push("So.</think>Yes.") + parser.end() == expected
 
@@ -197,7 +200,7 @@ def test_an_answer_of_a_structure_comes_after_the_reasoning(server: Running) -> 
         assert parser is not None
         begun = "So.</think>" if place is ReasoningPlace.BEGUN else "<think>So.</think>"
         found = parser.push(f'{begun}{{"a": "<think>"}}') + parser.end()
-        assert found == [Reasoning("So."), Text('{"a": "<think>"}')]
+        assert found == [ReasoningPiece("So."), TextPiece('{"a": "<think>"}')]
     assert ChatBody(messages=HELLO).structure(tokenizer, [5]) is None
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from enginewright.runtime.text.messages.calls import CallFormat
 from enginewright.runtime.text.messages.formats import CALL_FORMATS
-from enginewright.runtime.text.messages.source import Marks, Source
+from enginewright.runtime.text.messages.source import Marks, MessageSource
 from tests.helpers.breadth import every_third
 from tests.helpers.hostile_messages import feed, hostile_messages
 
@@ -30,7 +30,7 @@ class Work:
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     """Counts what a source, which reads all text, and JSON do."""
     counted, find, loads, dumps = Work(), Marks.find, json.loads, json.dumps
-    methods = {name: getattr(Source, name) for name in ("feed", "take_back", "keep", "starts_with")}
+    methods = {name: getattr(MessageSource, name) for name in ("feed", "take_back", "keep", "starts_with")}
 
     def counting_find(marks: Marks, text: str, start: int, *, is_end: bool) -> tuple[int, str]:
         end, mark = find(marks, text, start, is_end=is_end)
@@ -38,20 +38,20 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
         counted.num_chars += searched - start + marks._longest
         return end, mark
 
-    def feed(source: Source, text: str) -> None:
+    def feed(source: MessageSource, text: str) -> None:
         methods["feed"](source, text)
         counted.num_chars += len(source._text)
 
-    def take_back(source: Source) -> str:
+    def take_back(source: MessageSource) -> str:
         text: str = methods["take_back"](source)
         counted.num_chars += len(text)
         return text
 
-    def keep(source: Source, text: str) -> None:
+    def keep(source: MessageSource, text: str) -> None:
         counted.num_chars += len(text)
         methods["keep"](source, text)
 
-    def starts_with(source: Source, *marks: str) -> Any:
+    def starts_with(source: MessageSource, *marks: str) -> Any:
         counted.num_chars += sum(map(len, marks))
         return methods["starts_with"](source, *marks)
 
@@ -66,7 +66,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
     monkeypatch.setattr(Marks, "find", counting_find)
     for replacement in (feed, take_back, keep, starts_with):
-        monkeypatch.setattr(Source, replacement.__name__, replacement)
+        monkeypatch.setattr(MessageSource, replacement.__name__, replacement)
     monkeypatch.setattr(json, "loads", counting_loads)
     monkeypatch.setattr(json, "dumps", counting_dumps)
     yield counted

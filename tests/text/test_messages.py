@@ -10,7 +10,7 @@ import pytest
 from enginewright.errors import UsageError
 from enginewright.runtime.text.detokenizer import Detokenizer
 from enginewright.runtime.text.messages.bare import typed
-from enginewright.runtime.text.messages.calls import Arguments, Call, CallFormat, WrittenCalls
+from enginewright.runtime.text.messages.calls import ArgumentsPiece, CallFormat, CallPiece, WrittenCalls
 from enginewright.runtime.text.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from enginewright.runtime.text.messages.formats import (
     CALL_FORMATS,
@@ -26,7 +26,14 @@ from enginewright.runtime.text.messages.hermes import HERMES
 from enginewright.runtime.text.messages.json_calls import read_calls
 from enginewright.runtime.text.messages.llama3_json import LLAMA3_JSON
 from enginewright.runtime.text.messages.mistral import MISTRAL, MISTRAL_NAMED
-from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, Reasoning, Text, joined
+from enginewright.runtime.text.messages.parser import (
+    MessageFormat,
+    MessageParser,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    joined,
+)
 from enginewright.runtime.text.messages.pythonic import LFM2, PYTHONIC
 from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
 from enginewright.runtime.text.tokenizer import Tokenizer
@@ -156,24 +163,24 @@ def parse(
     """The parsed pieces of a message, with adjacent texts joined, and arguments joined to their call."""
     parser = new_parser(form, TOOLS if tools else None, **options)
     if parser is None:
-        return [Text("".join(pieces))]
+        return [TextPiece("".join(pieces))]
     found = [piece for text in pieces for piece in parser.push(text)] + parser.end(is_cut=is_cut)
     whole: list[Piece] = []
     for piece in found:
-        if whole and isinstance(piece, Text) and isinstance(whole[-1], Text):
-            whole[-1] = Text(whole[-1].text + piece.text)
-        elif whole and isinstance(piece, Reasoning) and isinstance(whole[-1], Reasoning):
-            whole[-1] = Reasoning(whole[-1].text + piece.text)
-        elif isinstance(piece, Arguments):
-            assert isinstance(whole[-1], Call) and piece.text
-            whole[-1] = Call(whole[-1].name, whole[-1].arguments + piece.text)
+        if whole and isinstance(piece, TextPiece) and isinstance(whole[-1], TextPiece):
+            whole[-1] = TextPiece(whole[-1].text + piece.text)
+        elif whole and isinstance(piece, ReasoningPiece) and isinstance(whole[-1], ReasoningPiece):
+            whole[-1] = ReasoningPiece(whole[-1].text + piece.text)
+        elif isinstance(piece, ArgumentsPiece):
+            assert isinstance(whole[-1], CallPiece) and piece.text
+            whole[-1] = CallPiece(whole[-1].name, whole[-1].arguments + piece.text)
         else:
             whole.append(piece)
     return whole
 
 
 def values(pieces: Sequence[Piece]) -> list[tuple[str, object]]:
-    return [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, Call)]
+    return [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, CallPiece)]
 
 
 def cuts(text: str) -> list[list[str]]:
@@ -197,12 +204,14 @@ def test_harmony_wherever_the_stream_is_cut(end: str) -> None:
     )
     for pieces in cuts(message):
         found = parse(MessageFormat(None, HARMONY), pieces)
-        assert found[:2] == [Reasoning("Hm, <|."), Text("I look.")], pieces
+        assert found[:2] == [ReasoningPiece("Hm, <|."), TextPiece("I look.")], pieces
         assert values(found) == [("add", ADD), ("weather", WEATHER)], pieces
     for pieces in cuts(
         "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
     ):
-        assert parse(MessageFormat(None, HARMONY), pieces, tools=False) == [Reasoning("So."), Text("Yes.")], pieces
+        assert parse(MessageFormat(None, HARMONY), pieces, tools=False) == [ReasoningPiece("So."), TextPiece("Yes.")], (
+            pieces
+        )
 
 
 def test_harmony_loses_nothing() -> None:
@@ -215,17 +224,17 @@ def test_harmony_loses_nothing() -> None:
         "<|start|>" * 150,
     ):
         for pieces in cuts(text):
-            assert parse(form, pieces) == [Text(text)], pieces
+            assert parse(form, pieces) == [TextPiece(text)], pieces
     for pieces in cuts(f"{HARMONY_CALL}{_json(ADD)}"):  # nothing may be called
-        assert parse(form, pieces, tools=False) == [Text(f"{HARMONY_CALL}{_json(ADD)}")]
+        assert parse(form, pieces, tools=False) == [TextPiece(f"{HARMONY_CALL}{_json(ADD)}")]
     parser = new_parser(form, TOOLS, several=False)
     assert parser is not None
     found = parser.push(f"{HARMONY_CALL}{{}}<|call|>" * 3) + parser.end()
-    assert joined(found) == [Call("add", ""), Arguments("{}")]
+    assert joined(found) == [CallPiece("add", ""), ArgumentsPiece("{}")]
     for pieces in cuts(f"{HARMONY_CALL}  "):
-        assert parse(form, pieces) == [Call("add", "{}")]
+        assert parse(form, pieces) == [CallPiece("add", "{}")]
     for pieces in cuts(f'{HARMONY_CALL} {{"a": \n'):  # cut off
-        assert parse(form, pieces) == [Call("add", '{"a": \n')]
+        assert parse(form, pieces) == [CallPiece("add", '{"a": \n')]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -236,8 +245,8 @@ def test_calls_wherever_the_stream_is_cut(name: str) -> None:
     message = f"<think>\nHm, <b> or\n <c>?\n</think>\n\n{lead}{text}"
     for pieces in cuts(message):
         found = parse(form, pieces)
-        assert found[0] == Reasoning("Hm, <b> or\n <c>?"), pieces
-        assert found[1:-2] == ([Text("I look.")] if lead else []), pieces
+        assert found[0] == ReasoningPiece("Hm, <b> or\n <c>?"), pieces
+        assert found[1:-2] == ([TextPiece("I look.")] if lead else []), pieces
         assert values(found) == [*expected], pieces
 
 
@@ -248,14 +257,14 @@ def test_what_is_no_call_stays_as_it_was_written(name: str) -> None:
     for end in range(1, len(text)):  # an answer that the model ends there
         whole = parse(form, [text[:end]])
         assert whole == parse(form, list(text[:end]))
-        given = [piece for piece in whole if isinstance(piece, Call)]
+        given = [piece for piece in whole if isinstance(piece, CallPiece)]
         if not given:
-            assert whole == [Text(text[:end])]
+            assert whole == [TextPiece(text[:end])]
         for call, (tool, arguments) in zip(given, expected, strict=False):
             assert call.name == tool
             is_cut = call is given[-1] and (name not in STREAMED or _json(arguments).startswith(call.arguments))
             assert is_cut or call.arguments == _json(arguments)
-    assert parse(form, [text], tools=False) == [Text(text)]  # nothing may be called
+    assert parse(form, [text], tools=False) == [TextPiece(text)]  # nothing may be called
 
 
 HARMONY_BOTH = f"{HARMONY_CALL}{_json(ADD)}"
@@ -275,15 +284,15 @@ def test_nothing_of_a_call_is_text_wherever_it_is_cut(name: str, lead: str) -> N
     elif calls.begins and "look" in lead:
         lead = lead[: lead.index("I look")]
     form = MessageFormat(THINK, calls)
-    whole = [piece for piece in parse(form, [lead + text]) if isinstance(piece, Call)]
+    whole = [piece for piece in parse(form, [lead + text]) if isinstance(piece, CallPiece)]
     for end in range(1, len(text) + 1):
         message = lead + text[:end]
         found = parse(form, [message], is_cut=True)
         assert parse(form, list(message), is_cut=True) == found
-        assert "".join(piece.text for piece in found if isinstance(piece, Text)) == (
+        assert "".join(piece.text for piece in found if isinstance(piece, TextPiece)) == (
             "I look." if "look" in lead else ""
         )
-        given = [piece for piece in found if isinstance(piece, Call)]
+        given = [piece for piece in found if isinstance(piece, CallPiece)]
         assert given[:-1] == whole[: len(given[:-1])]
         if given:
             last = whole[len(given) - 1]
@@ -296,17 +305,17 @@ def test_nothing_of_a_call_is_text_wherever_it_is_cut(name: str, lead: str) -> N
     ("calls", "text", "found"),
     [
         (HERMES, '<tool_call>\n{"name": "weather', []),
-        (HERMES, '<tool_call>\n{"name": "weather"', [Call("weather", "")]),
-        (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"city": "Gr', [Call("weather", '{"city": "Gr')]),
-        (HERMES, '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_', [Call("add", "{}")]),
+        (HERMES, '<tool_call>\n{"name": "weather"', [CallPiece("weather", "")]),
+        (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"city": "Gr', [CallPiece("weather", '{"city": "Gr')]),
+        (HERMES, '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_', [CallPiece("add", "{}")]),
         (QWEN3_XML, "<tool_call>\n<function=weather", []),
-        (QWEN3_XML, "<tool_call>\n<function=weather>\n<parameter=city>\nGr", [Call("weather", '{"city": "Gr')]),
-        (GLM, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</", [Call("add", '{"a": 1')]),
-        (GEMMA4, "<|tool_call>call:add{a:[1,2", [Call("add", '{"a": [1, ')]),
-        (PYTHONIC, "[add(a=1, b=", [Call("add", '{"a": 1, "b": ')]),
-        (HERMES, "So <tool_call> oh, no", [Text("So <tool_call> oh, no")]),
-        (LLAMA3_JSON, '{"temperature": 20, "unit": "C', [Text('{"temperature": 20, "unit": "C')]),
-        (LLAMA3_JSON, '{"name": "Ann", "age": 20', [Text('{"name": "Ann", "age": 20')]),
+        (QWEN3_XML, "<tool_call>\n<function=weather>\n<parameter=city>\nGr", [CallPiece("weather", '{"city": "Gr')]),
+        (GLM, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</", [CallPiece("add", '{"a": 1')]),
+        (GEMMA4, "<|tool_call>call:add{a:[1,2", [CallPiece("add", '{"a": [1, ')]),
+        (PYTHONIC, "[add(a=1, b=", [CallPiece("add", '{"a": 1, "b": ')]),
+        (HERMES, "So <tool_call> oh, no", [TextPiece("So <tool_call> oh, no")]),
+        (LLAMA3_JSON, '{"temperature": 20, "unit": "C', [TextPiece('{"temperature": 20, "unit": "C')]),
+        (LLAMA3_JSON, '{"name": "Ann", "age": 20', [TextPiece('{"name": "Ann", "age": 20')]),
     ],
 )
 def test_how_much_of_a_call_that_is_cut_is_given(calls: CallFormat, text: str, found: list[Piece]) -> None:
@@ -341,7 +350,7 @@ def test_arguments_are_json_whatever_numbers_and_characters_a_model_writes(
         (MISTRAL_NAMED, f"[TOOL_CALLS]{tool}[ARGS]{written}"),
     ):
         for pieces in cuts(text):
-            assert parse(MessageFormat(None, calls), pieces) == [Call(tool, arguments)], pieces
+            assert parse(MessageFormat(None, calls), pieces) == [CallPiece(tool, arguments)], pieces
 
 
 @pytest.mark.parametrize(
@@ -380,7 +389,7 @@ def test_arguments_are_json_whatever_numbers_and_characters_a_model_writes(
 )
 def test_values_of_other_forms_are_json(calls: CallFormat, text: str, arguments: str | None) -> None:
     for pieces in cuts(text):
-        expected = Text(text) if arguments is None else Call("add", arguments)
+        expected = TextPiece(text) if arguments is None else CallPiece("add", arguments)
         assert parse(MessageFormat(None, calls), pieces) == [expected], pieces
 
 
@@ -395,7 +404,7 @@ def test_values_of_other_forms_are_json(calls: CallFormat, text: str, arguments:
     ],
 )
 def test_a_call_that_cannot_be_read_is_text(broken: str) -> None:
-    assert parse(MessageFormat(THINK, HERMES), [broken]) == [Text(broken)]
+    assert parse(MessageFormat(THINK, HERMES), [broken]) == [TextPiece(broken)]
 
 
 @pytest.mark.parametrize("name", [*STREAMED, "harmony"])
@@ -411,13 +420,13 @@ def test_arguments_come_as_they_are_written(name: str) -> None:
     for char in text:
         taken += char
         for piece in parser.push(char):
-            if isinstance(piece, Call):
-                assert piece == Call(expected[len(written)][0], "")
+            if isinstance(piece, CallPiece):
+                assert piece == CallPiece(expected[len(written)][0], "")
                 written.append("")
-            elif isinstance(piece, Arguments):
+            elif isinstance(piece, ArgumentsPiece):
                 written[-1] += piece.text
                 assert taken.endswith(written[-1][-1] or char)
-    assert parser.end() in ([], [Text("]")]) and written == [_json(arguments) for _, arguments in expected]
+    assert parser.end() in ([], [TextPiece("]")]) and written == [_json(arguments) for _, arguments in expected]
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1, oh}', '{"a": [1}', '{"a": "x', '{"a": 1', "{", '{"a": "\\'])
@@ -427,19 +436,22 @@ def test_arguments_that_are_no_json(name: str, arguments: str) -> None:
     calls, text, _ = CASES[name]
     beginning = text[: text.index("{", text.index("weather"))]
     for pieces in cuts(beginning + arguments):
-        assert parse(MessageFormat(None, calls), pieces) == [Call("weather", arguments)], pieces
+        assert parse(MessageFormat(None, calls), pieces) == [CallPiece("weather", arguments)], pieces
     if calls.close and not arguments.count('"') % 2:
         for pieces in cuts(f"{beginning}{arguments}{calls.close} and more"):
-            assert parse(MessageFormat(None, calls), pieces) == [Call("weather", arguments), Text("and more")], pieces
+            assert parse(MessageFormat(None, calls), pieces) == [
+                CallPiece("weather", arguments),
+                TextPiece("and more"),
+            ], pieces
 
 
 def test_calls_of_tools_that_there_are_not_come_whole() -> None:
     call = _hermes("other", ADD)
     for pieces in cuts(call):
         (found,) = new_parser(MessageFormat(None, HERMES), TOOLS).push(call)  # type: ignore[union-attr]
-        assert found == Call("other", _json(ADD)) == parse(MessageFormat(None, HERMES), pieces)[0]
+        assert found == CallPiece("other", _json(ADD)) == parse(MessageFormat(None, HERMES), pieces)[0]
     (text,) = parse(MessageFormat(None, HERMES), [call.replace("1.5", "oh")])
-    assert isinstance(text, Text)
+    assert isinstance(text, TextPiece)
 
 
 @pytest.mark.parametrize(
@@ -455,19 +467,22 @@ def test_calls_of_tools_that_there_are_not_come_whole() -> None:
 def test_what_stands_around_arguments(written: str, after: str) -> None:
     for pieces in cuts(f"<tool_call>{written}</tool_call>"):
         found = parse(MessageFormat(None, HERMES), pieces)
-        assert found == [Call("add", "{}"), *([Text(after)] if after else [])], pieces
+        assert found == [CallPiece("add", "{}"), *([TextPiece(after)] if after else [])], pieces
 
 
 def test_two_calls_without_the_mark_between() -> None:
     for pieces in cuts('<tool_call>{"name": "add", "arguments": {}}<tool_call>{"name": "add", "arguments": {}}'):
-        assert parse(MessageFormat(None, HERMES), pieces) == [Call("add", "{}")] * 2
+        assert parse(MessageFormat(None, HERMES), pieces) == [CallPiece("add", "{}")] * 2
 
 
 def test_a_call_that_ends_after_its_name_is_given_where_the_message_is_cut_alone() -> None:
     first = '<tool_call>{"name": "add", "arguments": {}}, {"name": "weather"'
     for pieces in cuts(first):
-        assert parse(MessageFormat(None, HERMES), pieces) == [Call("add", "{}")]
-        assert parse(MessageFormat(None, HERMES), pieces, is_cut=True) == [Call("add", "{}"), Call("weather", "")]
+        assert parse(MessageFormat(None, HERMES), pieces) == [CallPiece("add", "{}")]
+        assert parse(MessageFormat(None, HERMES), pieces, is_cut=True) == [
+            CallPiece("add", "{}"),
+            CallPiece("weather", ""),
+        ]
 
 
 @pytest.mark.parametrize("form", [MessageFormat(THINK), MessageFormat(THINK, HERMES)])
@@ -475,47 +490,49 @@ def test_reasoning_at_the_beginning_alone(form: MessageFormat) -> None:
     """Only reasoning at the start counts for an answer whose strings may contain marks."""
     answer = '{"x": "<think>a</think> <tool_call>"}'
     for pieces in cuts(f" <think>\nSo.</think>\n{answer}"):
-        assert parse(form, pieces, only_first=True) == [Reasoning("So."), Text(answer)], pieces
+        assert parse(form, pieces, only_first=True) == [ReasoningPiece("So."), TextPiece(answer)], pieces
     for pieces in cuts(f"So.</think>{answer}"):
-        assert parse(form, pieces, only_first=True, in_reasoning=True) == [Reasoning("So."), Text(answer)], pieces
+        assert parse(form, pieces, only_first=True, in_reasoning=True) == [ReasoningPiece("So."), TextPiece(answer)], (
+            pieces
+        )
     for text in (answer, " <thin", "  ", ""):
         for pieces in cuts(text):
-            assert parse(form, pieces, only_first=True) == ([Text(text)] if text else []), pieces
+            assert parse(form, pieces, only_first=True) == ([TextPiece(text)] if text else []), pieces
 
 
 def test_a_call_in_the_reasoning_ends_it() -> None:
     form, call = MessageFormat(THINK, HERMES), _hermes("add", ADD)
     for pieces in cuts(f"\nI add.\n{call}\n</think>\n\nDone."):
         found = parse(form, pieces, in_reasoning=True)
-        assert found[0] == Reasoning("I add.") and values(found) == [("add", ADD)], pieces
+        assert found[0] == ReasoningPiece("I add.") and values(found) == [("add", ADD)], pieces
     mentioned = 'The form is <tool_call>{"name": …}</tool_call>, or <tool_call>.'
     for pieces in cuts(f"{mentioned}\n</think>\n\nDone."):
-        assert parse(form, pieces, in_reasoning=True) == [Reasoning(mentioned), Text("Done.")], pieces
+        assert parse(form, pieces, in_reasoning=True) == [ReasoningPiece(mentioned), TextPiece("Done.")], pieces
 
 
 def test_a_call_in_place_of_one_that_never_ended() -> None:
     call = _hermes("add", ADD)
     for pieces in cuts(f"<tool_call> oh, {call}"):
         found = parse(MessageFormat(None, HERMES), pieces)
-        assert found[0] == Text("<tool_call> oh,") and values(found) == [("add", ADD)], pieces
+        assert found[0] == TextPiece("<tool_call> oh,") and values(found) == [("add", ADD)], pieces
 
 
 @pytest.mark.parametrize("text", ["", " a", "a \n", "<", "a < b", "</think>", "  <th", "\\", '"'])
 def test_text_alone_is_unchanged(text: str) -> None:
     for pieces in cuts(text):
-        assert parse(MessageFormat(THINK, HERMES), pieces) == ([Text(text)] if text else [])
+        assert parse(MessageFormat(THINK, HERMES), pieces) == ([TextPiece(text)] if text else [])
 
 
 def test_reasoning_that_the_prompt_has_begun() -> None:
     for pieces in cuts("\nSo.\n\n</think>\n\nYes."):
-        assert parse(MessageFormat(THINK), pieces, in_reasoning=True) == [Reasoning("So."), Text("Yes.")]
-    assert parse(MessageFormat(THINK), ["So."], in_reasoning=True) == [Reasoning("So.")]  # its tokens have ended
+        assert parse(MessageFormat(THINK), pieces, in_reasoning=True) == [ReasoningPiece("So."), TextPiece("Yes.")]
+    assert parse(MessageFormat(THINK), ["So."], in_reasoning=True) == [ReasoningPiece("So.")]  # its tokens have ended
 
 
 def test_arguments_follow_the_schema() -> None:
     text = "<tool_call><function=weather><parameter=city>12</parameter><parameter=days>12</function></tool_call>"
     (call,) = parse(MessageFormat(None, QWEN3_XML), [text])
-    assert isinstance(call, Call) and json.loads(call.arguments) == {"city": "12", "days": 12}
+    assert isinstance(call, CallPiece) and json.loads(call.arguments) == {"city": "12", "days": 12}
 
 
 @pytest.mark.parametrize(
@@ -564,13 +581,13 @@ def test_bare_arguments_are_of_the_type_that_their_schema_has(schema: object, te
 def test_arguments_as_gemma_writes_them(written: str, value: object) -> None:
     text = f"<|tool_call>call:add{written}<tool_call|>"
     found = parse(MessageFormat(None, GEMMA4), [text])
-    assert found == [Text(text)] if value is None else values(found) == [("add", value)]
+    assert found == [TextPiece(text)] if value is None else values(found) == [("add", value)]
 
 
 def test_one_call_where_several_are_not_wanted() -> None:
     parser = MessageParser(MessageFormat(None, HERMES), TOOLS, several=False)
     found = parser.push(_hermes("add", ADD) + _hermes("add", {})) + parser.end()
-    assert joined(found) == [Call("add", ""), Arguments(_json(ADD))]
+    assert joined(found) == [CallPiece("add", ""), ArgumentsPiece(_json(ADD))]
 
 
 @pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda one: one.name)
@@ -602,8 +619,8 @@ def test_random_marks_lose_nothing(calls: CallFormat) -> None:
         place = rng.randint(0, len(text))
         assert parse(form, list(text), **options) == parse(form, [text[:place], text[place:]], **options) == whole
         is_plain = not (options["is_cut"] or options["in_reasoning"] or "think>" in text or calls is HARMONY)
-        if is_plain and all(isinstance(piece, Text) for piece in whole):
-            assert whole == ([Text(text)] if text else [])
+        if is_plain and all(isinstance(piece, TextPiece) for piece in whole):
+            assert whole == ([TextPiece(text)] if text else [])
 
 
 TEMPLATES = {

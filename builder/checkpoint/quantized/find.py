@@ -12,7 +12,7 @@ from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
 
 PACKAGE = "enginewright.builder.checkpoint.quantized.formats"
-Open = Callable[[ConfigReader, Tensors], Format]
+OpenFormat = Callable[[ConfigReader, Tensors], Format]
 
 
 def format_names() -> list[str]:
@@ -47,5 +47,5 @@ def read_format(config: ConfigReader, tensors: Tensors) -> Format | None:
             f"quant_method = {name!r}",
             f"Implemented are {', '.join(format_names())}. Build from the original checkpoint, and use --quant.",
         )
-    open = cast(Open, importlib.import_module(f"{PACKAGE}.{name.replace('-', '_')}").open)
+    open = cast(OpenFormat, importlib.import_module(f"{PACKAGE}.{name.replace('-', '_')}").open)
     return open(section, tensors)

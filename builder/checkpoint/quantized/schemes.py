@@ -16,7 +16,7 @@ QUANTIZED_CLASSES = ("Linear", "Embedding")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class QuantizationArgs:
     """The quantization of one kind of tensor."""
 
     bits: int  # bits of a number
@@ -27,7 +27,7 @@ class Arguments:
     dynamic: bool  # True if scales are computed when an engine runs
 
     @staticmethod
-    def read(config: ConfigReader) -> "Arguments":
+    def read(config: ConfigReader) -> "QuantizationArgs":
         """Reads the settings of a group."""
         kind = config.read(str, "type", default="int").lower()
         if kind not in KINDS:
@@ -47,7 +47,7 @@ class Arguments:
             block = (1, size)
         if (bits := config.read_size("num_bits", default=8)) > 8:
             raise config.unsupported(f"num_bits = {bits}", "Implemented are 1 to 8.")
-        arguments = Arguments(
+        arguments = QuantizationArgs(
             bits=bits,
             kind=kind,
             symmetric=config.read(bool, "symmetric", default=True),
@@ -79,8 +79,8 @@ class Scheme:
 
     targets: tuple[str, ...]  # names of modules, patterns, and classes
     form: str  # one of compressed-tensors' formats
-    weights: Arguments  # quantization of weights
-    activations: Arguments | None  # quantization of activations; None: they stay floating point
+    weights: QuantizationArgs  # quantization of weights
+    activations: QuantizationArgs | None  # quantization of activations; None: they stay floating point
 
     @staticmethod
     def read(config: ConfigReader, form: str) -> "Scheme | None":
@@ -93,7 +93,9 @@ class Scheme:
         config.refuse_any_unread()
         if weights is None:
             return None
-        return Scheme(targets, form, Arguments.read(weights), Arguments.read(activations) if activations else None)
+        return Scheme(
+            targets, form, QuantizationArgs.read(weights), QuantizationArgs.read(activations) if activations else None
+        )
 
 
 @dataclass(frozen=True)

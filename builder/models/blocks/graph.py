@@ -18,11 +18,11 @@ from enginewright.plugins import DOMAIN, Plugin
 from enginewright.plugins.elementwise.activation import ACTIVATION
 from enginewright.plugins.elementwise.scale import SCALE
 from enginewright.plugins.plugin import Dims, dims_of, width_of
+from enginewright.plugins.writer import Attribute
 
 OPSET = 24
 IR_VERSION = 10
 T, P = ir.SymbolicDim("T"), ir.SymbolicDim("P")
-Attribute = int | float | str | Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import re
 
 from enginewright.runtime.text.messages.calls import Schemas
-from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, Text
+from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, TextPiece
 
 MAX_HEAD_CHARS = 256  # characters of a message within which calls are recognized
 _SPACE = re.compile(r"\s+")
@@ -65,7 +65,7 @@ class AnswerOrCallsParser:
         """The pieces, with their texts parsed as the answer or as calls."""
         found: list[Piece] = []
         for piece in pieces:
-            found += self._take(piece.text) if isinstance(piece, Text) else [piece]
+            found += self._take(piece.text) if isinstance(piece, TextPiece) else [piece]
         return found
 
     def _take(self, text: str) -> list[Piece]:
@@ -78,4 +78,4 @@ class AnswerOrCallsParser:
                 return []
             self._is_answer = not is_calls
             text, self._begun = self._begun, ""
-        return [Text(text)] if self._is_answer else self._calls.push(text)
+        return [TextPiece(text)] if self._is_answer else self._calls.push(text)

@@ -10,7 +10,7 @@ from enginewright.runtime.text.messages.calls import FoundCalls
 from enginewright.runtime.text.messages.json_text import check, dump, escaped
 from enginewright.runtime.text.messages.lark import ANY, Lark, parts
 from enginewright.runtime.text.messages.schemas import kinds, type_of
-from enginewright.runtime.text.messages.source import Reading, Source
+from enginewright.runtime.text.messages.source import MessageSource, Reading
 
 _OF_TEXTS = ("enum", "maxLength", "minLength", "pattern")  # keywords that restrict texts; `format` is an annotation
 _SCALARS = {
@@ -21,7 +21,9 @@ _SCALARS = {
 }
 
 
-def read_bare(source: Source, found: FoundCalls, schema: Mapping[str, Any], argument: str, *ends: str) -> Reading[None]:
+def read_bare(
+    source: MessageSource, found: FoundCalls, schema: Mapping[str, Any], argument: str, *ends: str
+) -> Reading[None]:
     """Reads the value of an argument up to its end, and adds it to the call.
 
     Args:

@@ -9,17 +9,17 @@ import msgspec
 
 from enginewright.runtime.text.messages.json_text import check
 from enginewright.runtime.text.messages.lark import Lark
-from enginewright.runtime.text.messages.source import Reading, Source
+from enginewright.runtime.text.messages.source import MessageSource, Reading
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A tool call, or its start: the rest of its arguments follows as Arguments."""
+class CallPiece(msgspec.Struct, frozen=True):
+    """A tool call, or its start: the rest of its arguments follows as ArgumentsPiece."""
 
     name: str  # name of the tool
     arguments: str  # JSON of the arguments so far
 
 
-class Arguments(msgspec.Struct, frozen=True):
+class ArgumentsPiece(msgspec.Struct, frozen=True):
     """Further arguments of the latest call."""
 
     text: str  # continuation of their JSON
@@ -43,56 +43,56 @@ class FoundCalls:
         is_streamed: whether arguments are given out while they are read.
     """
 
-    def __init__(self, source: Source, schemas: Schemas, *, is_streamed: bool) -> None:
+    def __init__(self, source: MessageSource, schemas: Schemas, *, is_streamed: bool) -> None:
         self._source, self.schemas, self._is_streamed = source, schemas, is_streamed
-        self._pieces: list[Call | Arguments] = []  # pieces that were not taken yet
-        self._begun: list[Call] = []  # the latest call while it has no arguments
+        self._pieces: list[CallPiece | ArgumentsPiece] = []  # pieces that were not taken yet
+        self._begun: list[CallPiece] = []  # the latest call while it has no arguments
         self._name = ""
         self.is_certain = False
 
     def begin(self, name: str) -> None:
         """Starts a call."""
-        self._name, self._begun = name, [Call(name, "")]
+        self._name, self._begun = name, [CallPiece(name, "")]
 
     def add(self, text: str) -> None:
         """Adds arguments to the call."""
-        self._pieces += [*self._begun, Arguments(text)]
+        self._pieces += [*self._begun, ArgumentsPiece(text)]
         self._begun = []
         self.is_certain |= self._is_streamed and self._name in self.schemas
         if self.is_certain:
             self._source.drop()
 
-    def take(self) -> list[Call | Arguments]:
+    def take(self) -> list[CallPiece | ArgumentsPiece]:
         """Returns the pieces that were not taken yet, except for a call without arguments so far."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def end(self) -> list[Call | Arguments]:
+    def end(self) -> list[CallPiece | ArgumentsPiece]:
         """Returns all that was not taken yet. Calls that were not certain are complete in one piece each."""
-        pieces: list[Call | Arguments] = [*self.take(), *self._begun]
+        pieces: list[CallPiece | ArgumentsPiece] = [*self.take(), *self._begun]
         self._begun = []
         return pieces if self.is_certain else whole_calls(pieces)
 
 
-def whole_calls(pieces: Sequence[Call | Arguments]) -> list[Call | Arguments]:
+def whole_calls(pieces: Sequence[CallPiece | ArgumentsPiece]) -> list[CallPiece | ArgumentsPiece]:
     """Joins each call with the arguments that follow it."""
-    whole: list[Call | Arguments] = []
-    for is_call, group in groupby(pieces, lambda piece: isinstance(piece, Call)):
+    whole: list[CallPiece | ArgumentsPiece] = []
+    for is_call, group in groupby(pieces, lambda piece: isinstance(piece, CallPiece)):
         if is_call:
             whole += group
             continue
-        text = "".join(piece.text for piece in group if isinstance(piece, Arguments))
+        text = "".join(piece.text for piece in group if isinstance(piece, ArgumentsPiece))
         last = whole.pop() if whole else None
-        whole.append(Call(last.name, text) if isinstance(last, Call) else Arguments(text))
+        whole.append(CallPiece(last.name, text) if isinstance(last, CallPiece) else ArgumentsPiece(text))
     return whole
 
 
-def check_calls(calls: Sequence[Call | Arguments]) -> None:
+def check_calls(calls: Sequence[CallPiece | ArgumentsPiece]) -> None:
     """Raises ValueError if there are no calls, or one has arguments that are no JSON object."""
     if not calls:
         raise ValueError("no calls")
     for call in calls:
-        if not isinstance(call, Call) or not isinstance(check(call.arguments), dict):
+        if not isinstance(call, CallPiece) or not isinstance(check(call.arguments), dict):
             raise ValueError("arguments that are no object")
 
 
@@ -160,7 +160,7 @@ class CallFormat:
     name: str  # name for --tool-call-parser
     template_marks: tuple[str, ...]  # texts that the chat templates of this family contain
     # reads the text between `open` and `close`; raises ValueError if it is no call
-    read: Callable[[Source, FoundCalls], Reading[None]]
+    read: Callable[[MessageSource, FoundCalls], Reading[None]]
     written: WrittenCalls  # text around names and arguments
     open: str = ""  # mark before calls; empty if a message that starts with `begins` consists of calls
     close: str = ""  # mark after calls; empty if they end with the next mark or the message

@@ -2,7 +2,7 @@
 
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, WrittenCalls
 from enginewright.runtime.text.messages.json_text import read_object
-from enginewright.runtime.text.messages.source import Reading, Source
+from enginewright.runtime.text.messages.source import MessageSource, Reading
 
 _BAR, _SPACE = "\uff5c", "\u2581"  # the full-width bar and the lower block of its special tokens
 
@@ -15,7 +15,7 @@ _FIRST, _LAST = _mark("tool", "calls", "begin"), _mark("tool", "calls", "end")
 _BEGIN, _SEPARATOR, _END = _mark("tool", "call", "begin"), _mark("tool", "sep"), _mark("tool", "call", "end")
 
 
-def _read(source: Source, found: FoundCalls) -> Reading[None]:
+def _read(source: MessageSource, found: FoundCalls) -> Reading[None]:
     """Reads V3's name after "function" and arguments as a block of code, or V3.1's name and arguments."""
     yield from source.space()
     while (yield from source.has(_BEGIN)):

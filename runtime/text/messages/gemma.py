@@ -13,7 +13,7 @@ from enginewright.runtime.text.messages.bare import texts
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
 from enginewright.runtime.text.messages.json_text import check, dump, escaped, read_text
 from enginewright.runtime.text.messages.lark import Lark, parts
-from enginewright.runtime.text.messages.source import Give, Reading, Source
+from enginewright.runtime.text.messages.source import Give, Reading, MessageSource
 
 _KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's words and those of JSON
@@ -27,7 +27,7 @@ class _Arguments:
     """Reads the arguments of a call, and gives them as JSON."""
 
     quote: str  # mark around a text
-    source: Source  # text of the message
+    source: MessageSource  # text of the message
     give: Give  # receives the JSON
 
     def read_value(self, depth: int) -> Reading[None]:
@@ -139,7 +139,7 @@ class _Rules:
 
 
 def _format(name: str, open: str, close: str, quote: str) -> CallFormat:
-    def read(source: Source, found: FoundCalls) -> Reading[None]:
+    def read(source: MessageSource, found: FoundCalls) -> Reading[None]:
         yield from source.space()
         yield from source.expect("call:")
         name = (yield from source.up_to("{")).strip()

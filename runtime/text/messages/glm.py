@@ -3,12 +3,12 @@
 from enginewright.runtime.text.messages.bare import bare_value, read_bare
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
 from enginewright.runtime.text.messages.json_text import dump
-from enginewright.runtime.text.messages.source import Reading, Source
+from enginewright.runtime.text.messages.source import MessageSource, Reading
 
 _KEY, _CLOSE = "<arg_key>", "</tool_call>"
 
 
-def _read(source: Source, found: FoundCalls) -> Reading[None]:
+def _read(source: MessageSource, found: FoundCalls) -> Reading[None]:
     name = (yield from source.up_to(_KEY, _CLOSE)).strip()
     if len(name.split()) != 1:
         raise ValueError("no name")

@@ -4,8 +4,8 @@ import re
 
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, Schemas, WrittenCalls
 from enginewright.runtime.text.messages.json_text import read_object
-from enginewright.runtime.text.messages.parser import PieceParser, Reasoning, Text
-from enginewright.runtime.text.messages.source import Reading, Source
+from enginewright.runtime.text.messages.parser import PieceParser, ReasoningPiece, TextPiece
+from enginewright.runtime.text.messages.source import MessageSource, Reading
 
 _MESSAGE = "<|message|>"
 _MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "<|end|>", "<|call|>", "<|return|>")
@@ -21,7 +21,7 @@ FINAL = f"<|channel|>final{_MESSAGE}"
 MAX_HEADER_CHARS = 1024  # a longer text without a body is no header
 
 
-def _read_arguments(source: Source, found: FoundCalls) -> Reading[None]:
+def _read_arguments(source: MessageSource, found: FoundCalls) -> Reading[None]:
     """Reads the body of a call after its header."""
     yield from source.space()
     if (yield from source.at_end()) or (yield from source.starts_with(*_ENDS)):
@@ -104,4 +104,4 @@ class HarmonyParser(PieceParser):
     def _release(self, _: str = "") -> None:
         """Gives out the text that was read."""
         if text := self._source.take_back():
-            self._pieces.append(Reasoning(text) if self._in_reasoning else Text(text))
+            self._pieces.append(ReasoningPiece(text) if self._in_reasoning else TextPiece(text))

@@ -4,14 +4,14 @@ import re
 
 from enginewright.runtime.text.messages.calls import FoundCalls
 from enginewright.runtime.text.messages.json_text import check, read_object, read_string, read_text
-from enginewright.runtime.text.messages.source import Give, Reading, Source
+from enginewright.runtime.text.messages.source import Give, MessageSource, Reading
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", *_ARGUMENTS, "type", "id")
 _BETWEEN = re.compile(r"[\s,;]*")  # text between two calls
 
 
-def read_calls(source: Source, found: FoundCalls, *, only_known: bool = False) -> Reading[None]:
+def read_calls(source: MessageSource, found: FoundCalls, *, only_known: bool = False) -> Reading[None]:
     """Reads one such object, or several, in a list or one after the other.
 
     Args:
@@ -33,7 +33,7 @@ def read_calls(source: Source, found: FoundCalls, *, only_known: bool = False) -
         yield from source.has("]")
 
 
-def _read_call(source: Source, found: FoundCalls, only_known: bool) -> Reading[bool]:
+def _read_call(source: MessageSource, found: FoundCalls, only_known: bool) -> Reading[bool]:
     """Reads one object. Returns True if it is complete; if not, nothing is known about the text that follows."""
     yield from source.expect("{")
     name: str | None = None
@@ -73,7 +73,7 @@ def _read_call(source: Source, found: FoundCalls, only_known: bool) -> Reading[b
     return True
 
 
-def _read_arguments(source: Source, give: Give) -> Reading[bool]:
+def _read_arguments(source: MessageSource, give: Give) -> Reading[bool]:
     """Reads arguments and gives them out. Returns True if they are complete."""
     if (yield from source.starts_with("{")):
         return (yield from read_object(source, give))
@@ -84,7 +84,7 @@ def _read_arguments(source: Source, give: Give) -> Reading[bool]:
     return True
 
 
-def _read_other(source: Source) -> Reading[None]:
+def _read_other(source: MessageSource) -> Reading[None]:
     """Reads a value that does not matter for the call."""
     parts: list[str] = []
     if (yield from source.starts_with("{")):

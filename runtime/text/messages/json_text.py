@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from enginewright.runtime.text.messages.source import Give, Reading, Source
+from enginewright.runtime.text.messages.source import Give, MessageSource, Reading
 
 _NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
 _HEX = re.compile("[0-9A-Fa-f]*")
@@ -16,7 +16,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_object(
-    source: Source, give: Give, *marks: str, begin: str = "{", in_texts: tuple[str, ...] = ()
+    source: MessageSource, give: Give, *marks: str, begin: str = "{", in_texts: tuple[str, ...] = ()
 ) -> Reading[bool]:
     """Reads an object and gives it out as it is written.
 
@@ -49,7 +49,7 @@ def read_object(
             return True
 
 
-def read_text(source: Source, give: Give, *marks: str) -> Reading[bool]:
+def read_text(source: MessageSource, give: Give, *marks: str) -> Reading[bool]:
     """Reads a text and gives it out, from after its opening quote to its closing quote.
 
     Args:
@@ -70,7 +70,7 @@ def read_text(source: Source, give: Give, *marks: str) -> Reading[bool]:
             return True
 
 
-def _read_escape(source: Source) -> Reading[str]:
+def _read_escape(source: MessageSource) -> Reading[str]:
     """Reads the characters after a backslash, and returns them as an escape of JSON."""
     char = yield from source.take(1)
     if char != "u":
@@ -79,7 +79,7 @@ def _read_escape(source: Source) -> Reading[str]:
     return ("\\u" if len(digits) >= 4 else "\\\\u") + digits
 
 
-def read_string(source: Source) -> Reading[str]:
+def read_string(source: MessageSource) -> Reading[str]:
     """Reads a text with its quotes. Raises ValueError if it is none, or not valid Unicode."""
     yield from source.expect('"')
     parts: list[str] = []

@@ -3,12 +3,12 @@
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, WrittenCalls
 from enginewright.runtime.text.messages.json_calls import read_calls
 from enginewright.runtime.text.messages.json_text import read_object
-from enginewright.runtime.text.messages.source import Reading, Source
+from enginewright.runtime.text.messages.source import MessageSource, Reading
 
 _OPEN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-def _read_named(source: Source, found: FoundCalls) -> Reading[None]:
+def _read_named(source: MessageSource, found: FoundCalls) -> Reading[None]:
     name = (yield from source.up_to(_ID, _ARGUMENTS, "{")).strip()
     if (yield from source.has(_ID)):
         yield from source.up_to(_ARGUMENTS, "{")

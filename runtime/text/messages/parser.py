@@ -9,8 +9,15 @@ from itertools import chain, groupby
 import msgspec
 
 from enginewright.runtime.sampling.sampler import SampledToken
-from enginewright.runtime.text.messages.calls import Arguments, Call, CallFormat, FoundCalls, Schemas, check_calls
-from enginewright.runtime.text.messages.source import Reading, Source
+from enginewright.runtime.text.messages.calls import (
+    ArgumentsPiece,
+    CallFormat,
+    CallPiece,
+    FoundCalls,
+    Schemas,
+    check_calls,
+)
+from enginewright.runtime.text.messages.source import MessageSource, Reading
 
 
 @dataclass(frozen=True)
@@ -45,20 +52,20 @@ class MessageFormat:
         return tuple(filter(None, found + ([] if calls is None else [calls.open, calls.close, *calls.marks])))
 
 
-class Text(msgspec.Struct, frozen=True):
+class TextPiece(msgspec.Struct, frozen=True):
     """Text for the user."""
 
     text: str  # text
     tokens: tuple[SampledToken, ...] = ()  # tokens of the text, if log-probabilities are requested
 
 
-class Reasoning(msgspec.Struct, frozen=True):
+class ReasoningPiece(msgspec.Struct, frozen=True):
     """Text of the model's reasoning before its answer."""
 
     text: str  # text
 
 
-Piece = Text | Reasoning | Call | Arguments
+Piece = TextPiece | ReasoningPiece | CallPiece | ArgumentsPiece
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
@@ -66,13 +73,13 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
     whole: list[Piece] = []
     for kind, group in groupby(pieces, type):
         same = list(group)
-        if kind is Call:
+        if kind is CallPiece:
             whole += same
             continue
-        one = kind("".join(piece.text for piece in same if not isinstance(piece, Call)))
-        if isinstance(one, Text):
-            tokens = chain.from_iterable(piece.tokens for piece in same if isinstance(piece, Text))
-            one = Text(one.text, tuple(tokens))
+        one = kind("".join(piece.text for piece in same if not isinstance(piece, CallPiece)))
+        if isinstance(one, TextPiece):
+            tokens = chain.from_iterable(piece.tokens for piece in same if isinstance(piece, TextPiece))
+            one = TextPiece(one.text, tuple(tokens))
         whole.append(one)
     return whole
 
@@ -88,7 +95,7 @@ class PieceParser(ABC):
 
     def __init__(self, schemas: Schemas | None, *, several: bool) -> None:
         self._schemas, self._several = schemas or {}, several
-        self._source = Source()
+        self._source = MessageSource()
         self._pieces: list[Piece] = []  # pieces that were not given out yet
         self._found: FoundCalls | None = None  # the calls that are being read
         self._is_wanted = True  # False if the latest call is one too many
@@ -164,9 +171,9 @@ class PieceParser(ABC):
         self._give(calls)
         return True
 
-    def _give(self, calls: Sequence[Call | Arguments]) -> None:
+    def _give(self, calls: Sequence[CallPiece | ArgumentsPiece]) -> None:
         for piece in calls:
-            if isinstance(piece, Call):
+            if isinstance(piece, CallPiece):
                 self._is_wanted = self._several or not self.num_calls
                 self.num_calls += self._is_wanted
             if self._is_wanted:
@@ -290,4 +297,4 @@ class MessageParser(PieceParser):
         if given:
             self._is_at_start = False
             self._has_text |= not self._in_reasoning
-            self._pieces.append(Reasoning(given) if self._in_reasoning else Text(given))
+            self._pieces.append(ReasoningPiece(given) if self._in_reasoning else TextPiece(given))

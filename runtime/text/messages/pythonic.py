@@ -8,7 +8,7 @@ from typing import Any
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
 from enginewright.runtime.text.messages.json_text import check, dump, escaped
 from enginewright.runtime.text.messages.lark import Lark, parts
-from enginewright.runtime.text.messages.source import Give, Reading, Source
+from enginewright.runtime.text.messages.source import Give, MessageSource, Reading
 
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
@@ -20,7 +20,7 @@ _QUOTES = ("'" * 3, '"' * 3, "'", '"')
 MAX_DEPTH = 64  # maximum nesting of lists and dicts
 
 
-def _read(source: Source, found: FoundCalls) -> Reading[None]:
+def _read(source: MessageSource, found: FoundCalls) -> Reading[None]:
     yield from source.space()
     is_list = yield from source.has("[")
     while True:
@@ -36,7 +36,7 @@ def _read(source: Source, found: FoundCalls) -> Reading[None]:
         yield from source.expect("]")
 
 
-def _read_call(source: Source, found: FoundCalls) -> Reading[None]:
+def _read_call(source: MessageSource, found: FoundCalls) -> Reading[None]:
     name = (yield from source.up_to(*"([]{}=,'\"")).strip()
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError("no name")
@@ -56,7 +56,7 @@ def _read_call(source: Source, found: FoundCalls) -> Reading[None]:
     found.add("}")
 
 
-def _read_entries(source: Source, give: Give, close: str, read: Callable[[], Reading[None]]) -> Reading[int]:
+def _read_entries(source: MessageSource, give: Give, close: str, read: Callable[[], Reading[None]]) -> Reading[int]:
     """Reads entries with commas between, and the text that closes them. Returns the number of commas."""
     num_commas = 0
     yield from source.space()
@@ -74,7 +74,7 @@ def _read_entries(source: Source, give: Give, close: str, read: Callable[[], Rea
     return num_commas
 
 
-def _read_value(source: Source, give: Give, depth: int) -> Reading[None]:
+def _read_value(source: MessageSource, give: Give, depth: int) -> Reading[None]:
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     yield from source.space()
@@ -113,7 +113,7 @@ def _read_value(source: Source, give: Give, depth: int) -> Reading[None]:
         give(_scalar((yield from source.up_to(*",()[]{}:='\"")).strip()))
 
 
-def _read_text(source: Source, give: Give) -> Reading[None]:
+def _read_text(source: MessageSource, give: Give) -> Reading[None]:
     """Reads adjacent texts, which form one."""
     give('"')
     while quote := (yield from _read_quote(source)):
@@ -125,7 +125,7 @@ def _read_text(source: Source, give: Give) -> Reading[None]:
     give('"')
 
 
-def _read_quote(source: Source) -> Reading[str]:
+def _read_quote(source: MessageSource) -> Reading[str]:
     """Reads a quote, and returns it, or "" if none follows."""
     for quote in _QUOTES:
         if (yield from source.has(quote)):
@@ -133,7 +133,7 @@ def _read_quote(source: Source) -> Reading[str]:
     return ""
 
 
-def _read_escape(source: Source) -> Reading[str]:
+def _read_escape(source: MessageSource) -> Reading[str]:
     """Reads an escape after its backslash, and returns its meaning."""
     char = yield from source.take(1)
     if char in _CODES:

@@ -3,14 +3,14 @@
 from enginewright.runtime.text.messages.bare import bare_value, read_bare
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
 from enginewright.runtime.text.messages.json_text import dump
-from enginewright.runtime.text.messages.source import Reading, Source
+from enginewright.runtime.text.messages.source import MessageSource, Reading
 
 _ENDS = ("<parameter=", "</function>", "<tool_call>", "</tool_call>")  # marks that end a value anywhere
 # A value ends with its parameter, the next one, the function or the call, since a model may forget to end it.
 _VALUE_ENDS = tuple(f"{line}{end}" for line in ("\n", "") for end in ("</parameter>", *_ENDS))
 
 
-def _read(source: Source, found: FoundCalls) -> Reading[None]:
+def _read(source: MessageSource, found: FoundCalls) -> Reading[None]:
     yield from source.space()
     yield from source.expect("<function=")
     while True:
@@ -20,7 +20,7 @@ def _read(source: Source, found: FoundCalls) -> Reading[None]:
             return
 
 
-def _read_function(source: Source, found: FoundCalls) -> Reading[None]:
+def _read_function(source: MessageSource, found: FoundCalls) -> Reading[None]:
     name = (yield from source.up_to(">", "\n")).strip()
     yield from source.expect(">")
     found.begin(name)

@@ -63,7 +63,7 @@ def _prefixes(text: str) -> str:
 marks_of = lru_cache(maxsize=256)(Marks)
 
 
-class Source:
+class MessageSource:
     """The text so far, and how much of it was read.
 
     Text that was read is kept until it is dropped, or returned as text.

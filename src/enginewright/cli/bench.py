@@ -10,7 +10,7 @@ from enginewright.cli.groups import BenchCommands
 from enginewright.cli.help import JSON_OPTION, section
 from enginewright.cli.options import LIMIT_OPTIONS, THREADS_OPTION, WORKLOAD, WORKLOAD_OPTIONS, pop_options
 from enginewright.cli.printing import show_report
-from enginewright.cli.values import Count, EnginePath
+from enginewright.cli.values import CountType, EnginePathType
 
 server, load, measurement = section("Server"), section("Load"), section("Measurement")
 PLOT_OPTION = section("Output")(
@@ -27,7 +27,7 @@ def bench() -> None:
 
 
 @bench.command("offline")
-@click.argument("engine", type=EnginePath())
+@click.argument("engine", type=EnginePathType())
 @WORKLOAD_OPTIONS
 @measurement(
     "--rounds",
@@ -61,24 +61,24 @@ def bench_offline(
 
 
 @bench.command("profile")
-@click.argument("engine", type=EnginePath())
+@click.argument("engine", type=EnginePathType())
 @section("Steps")(
     "--prefill",
-    type=Count(),
+    type=CountType(),
     multiple=True,
     show_default="512",
     help="Profile a step that reads a prompt of this many tokens. The option may be given several times.",
 )
 @section("Steps")(
     "--batch",
-    type=Count(),
+    type=CountType(),
     multiple=True,
     show_default="1",
     help="Profile a step in which this many sequences decode one token each. The option may be given several times.",
 )
 @section("Steps")(
     "--depth",
-    type=Count(minimum=0),
+    type=CountType(minimum=0),
     multiple=True,
     show_default="512",
     help="Number of tokens that each of these sequences already has in the KV cache. The option may be given several "
@@ -126,13 +126,13 @@ def bench_profile(
 )
 @load(
     "--max-concurrency",
-    type=Count(),
+    type=CountType(),
     show_default="no limit",
     help="Maximum number of requests that are in flight at the same time.",
 )
 @WORKLOAD_OPTIONS
 @section("Requests")(
-    "--vocab-size", type=Count(), default=10000, help="Random prompts use token ids below this number."
+    "--vocab-size", type=CountType(), default=10000, help="Random prompts use token ids below this number."
 )
 @measurement("--warm-up", type=int, default=1, help="Number of requests that are sent first and are not counted.")
 @measurement(

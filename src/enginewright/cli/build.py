@@ -10,7 +10,7 @@ from enginewright.cli.help import JSON_OPTION, SectionCommand, section
 from enginewright.cli.options import EVERY_LINE_OPTION, QUANT_OPTIONS, QUANTS
 from enginewright.cli.printing import say, show, show_report
 from enginewright.cli.recipes import from_recipe, recipe_option
-from enginewright.cli.values import Count, EnginePath, Quant, Target
+from enginewright.cli.values import CountType, EnginePathType, QuantType, TargetType
 from enginewright.dtypes import KV_CACHES, kv_share
 from enginewright.quant_methods import QUANT_METHODS
 from enginewright.targets import CPU, PTX, SMS, parse_targets
@@ -46,13 +46,13 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
 )
 @model(
     "--max-seq-len",
-    type=Count(),
+    type=CountType(),
     show_default="the model's own limit",
     help="Longest sequence that the engine can hold, in tokens: prompt and answer together. 32k is 32768.",
 )
 @model(
     "--max-batch-size",
-    type=Count(),
+    type=CountType(),
     default=32,
     help="Batch size that the engine file records for `engine inspect`; `engine run --max-num-seqs` sets the real one.",
 )
@@ -67,7 +67,7 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
 )
 @form(
     "--quant",
-    type=Quant(QUANTS),
+    type=QuantType(QUANTS),
     show_default="bf16; a MODEL that is quantized already keeps its format, and takes no --quant",
     help="Number format of weights and activations. bf16 and int8-wo (8-bit weights) are the closest to MODEL, w8a8 "
     "(8-bit activations as well) reads prompts faster, int4-rtn, mxfp4 and fp8 need no calibration either. int8-sq, "
@@ -76,7 +76,7 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
 @QUANT_OPTIONS
 @form(
     "--draft-quant",
-    type=Quant(DRAFT_QUANTS),
+    type=QuantType(DRAFT_QUANTS),
     show_default="that of MODEL, without calibration",
     help="Number format of a --draft. With fewer bits it is faster, and its tokens are accepted a little less often; "
     "answers stay the same.",
@@ -97,14 +97,14 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
 )
 @calibration(
     "--calib-size",
-    type=Count(),
+    type=CountType(),
     show_default="32",
     help="Number of texts to calibrate with; each is cut after 128 tokens.",
 )
 @targets_section(
     "--target",
     "targets",
-    type=Target(),
+    type=TargetType(),
     multiple=True,
     default=(CPU,),
     help="Hardware that the engine holds code for: cpu, or cuda: and GPU architectures, such as sm_80 (A100), sm_86 "
@@ -219,7 +219,7 @@ def build(
 
 
 @click.command(cls=SectionCommand)
-@click.argument("engine", type=EnginePath())
+@click.argument("engine", type=EnginePathType())
 @model(
     "--model",
     "source",

@@ -9,7 +9,7 @@ import click
 from enginewright.cli.help import JSON_OPTION, SectionCommand, section
 from enginewright.cli.options import DEVICE_OPTION, EVERY_LINE_OPTION, ISA_OPTION, LIMIT_OPTIONS, THREADS_OPTION
 from enginewright.cli.printing import show
-from enginewright.cli.values import Bytes, EnginePath
+from enginewright.cli.values import BytesType, EnginePathType
 
 output_section, trust_section, signer_section = section("Output"), section("Trust"), section("Signer")
 SIGNATURE_OPTION = section("Signature")(
@@ -21,10 +21,10 @@ SIGNATURE_OPTION = section("Signature")(
 
 
 @click.command(cls=SectionCommand)
-@click.argument("engine", type=EnginePath())
+@click.argument("engine", type=EnginePathType())
 @output_section(
     "--memory",
-    type=Bytes(),
+    type=BytesType(),
     show_default="the free memory of this machine",
     help="Show how many sequences fit this much memory, weights included: 8GiB, 8g (the same) or 8GB.",
 )
@@ -42,7 +42,7 @@ def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> 
 
 
 @click.command(cls=SectionCommand)
-@click.argument("engine", type=EnginePath())
+@click.argument("engine", type=EnginePathType())
 @section("Checks")(
     "--goldens/--no-goldens",
     default=True,
@@ -165,7 +165,7 @@ def sign(
 
 
 @click.command(cls=SectionCommand)
-@click.argument("engine", type=EnginePath(), required=False)
+@click.argument("engine", type=EnginePathType(), required=False)
 @LIMIT_OPTIONS
 @JSON_OPTION
 @click.pass_context
@@ -183,8 +183,8 @@ def doctor(context: click.Context, /, engine: Path | None, as_json: bool, **limi
 
 
 @click.command(cls=SectionCommand)
-@click.argument("a", type=EnginePath())
-@click.argument("b", type=EnginePath())
+@click.argument("a", type=EnginePathType())
+@click.argument("b", type=EnginePathType())
 @EVERY_LINE_OPTION
 @JSON_OPTION
 @click.pass_context

@@ -15,7 +15,7 @@ from enginewright.cli.options import (
     VERIFY_OPTION,
     pop_options,
 )
-from enginewright.cli.values import Count, EnginePath, JsonObject
+from enginewright.cli.values import CountType, EnginePathType, JsonObjectType
 from enginewright.errors import UsageError
 
 # Maximum number of tokens of an answer to --prompt without --max-tokens, because a continued text may never end.
@@ -46,7 +46,7 @@ def refuse_stray_question(context: click.Context, engine: Path) -> None:
 
 
 @click.command(cls=SectionCommand, context_settings={"allow_extra_args": True})  # for refuse_stray_question
-@click.argument("engine", type=EnginePath())
+@click.argument("engine", type=EnginePathType())
 @prompt_section("-p", "--prompt", show_default="none", help="A text that the model continues, as it stands.")
 @prompt_section("-c", "--chat", show_default="none", help="A message that the model answers, in its chat template.")
 @prompt_section("--system", show_default="none", help="A system message before the message of --chat.")
@@ -62,7 +62,7 @@ def refuse_stray_question(context: click.Context, engine: Path) -> None:
 @SAMPLING_OPTIONS
 @structure_section(
     "--json-schema",
-    type=JsonObject(),
+    type=JsonObjectType(),
     show_default="none",
     help='The answer is JSON that follows this schema: \'{"type": "object", …}\', or "$(cat FILE)".',
 )
@@ -81,7 +81,7 @@ def refuse_stray_question(context: click.Context, engine: Path) -> None:
 )
 @output_section(
     "--max-tokens",
-    type=Count(),
+    type=CountType(),
     show_default=f"{PROMPT_TOKENS} with --prompt, else up to --max-model-len",
     help="Maximum number of tokens in an answer.",
 )
@@ -132,7 +132,7 @@ def generate(context: click.Context, /, engine: Path, **options: Any) -> None:
 
 
 @click.command(cls=SectionCommand)
-@click.argument("engine", type=EnginePath())
+@click.argument("engine", type=EnginePathType())
 @click.argument("texts", nargs=-1)
 @prompt_section(
     "-i",
@@ -153,7 +153,7 @@ def generate(context: click.Context, /, engine: Path, **options: Any) -> None:
 )
 @output_section(
     "--dimensions",
-    type=Count(),
+    type=CountType(),
     show_default="all",
     help="Length of each vector, if the model supports shorter ones.",
 )
@@ -171,7 +171,7 @@ def embed(engine: Path, texts: tuple[str, ...], lines: BinaryIO | None, **option
 
 
 @click.command(cls=SectionCommand, context_settings={"allow_extra_args": True})  # for refuse_stray_question
-@click.argument("engine", type=EnginePath())
+@click.argument("engine", type=EnginePathType())
 @prompt_section("--system", show_default="none", help="A system message before the conversation.")
 @CHAT_TEMPLATE_OPTION
 @prompt_section(
@@ -181,7 +181,10 @@ def embed(engine: Path, texts: tuple[str, ...], lines: BinaryIO | None, **option
 )
 @SAMPLING_OPTIONS
 @output_section(
-    "--max-tokens", type=Count(), show_default="up to --max-model-len", help="Maximum number of tokens in an answer."
+    "--max-tokens",
+    type=CountType(),
+    show_default="up to --max-model-len",
+    help="Maximum number of tokens in an answer.",
 )
 @LIMIT_OPTIONS
 @VERIFY_OPTION

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from enginewright.cli.help import section, with_options
-from enginewright.cli.values import Bytes, Count, JsonObject
+from enginewright.cli.values import BytesType, CountType, JsonObjectType
 from enginewright.quant_methods import QUANT_METHODS
 from enginewright.runtime.config import MAX_DRAFT_TOKENS, SPECULATE
 
@@ -26,7 +26,7 @@ _speculation = section("Speculation")
 
 THREADS_OPTION = _machine(
     "--threads",
-    type=Count(),
+    type=CountType(),
     show_default="ENGINEWRIGHT_NUM_THREADS, or the number of physical cores",
     help="Number of CPU threads for computation.",
 )
@@ -75,25 +75,25 @@ LIMITS = (
 LIMIT_OPTIONS = with_options(
     _limits(
         "--max-model-len",
-        type=Count(),
+        type=CountType(),
         show_default="the limit that the engine was built with",
         help="Longest sequence in tokens: prompt and answer together. 32k is 32768.",
     ),
     _limits(
         "--max-num-seqs",
-        type=Count(),
+        type=CountType(),
         default=32,
         help="Maximum number of sequences in one step (the batch size).",
     ),
     _limits(
         "--max-num-batched-tokens",
-        type=Count(),
+        type=CountType(),
         default=512,
         help="Maximum number of tokens in one step, over all sequences. Longer prompts take several steps.",
     ),
     _kv_cache(
         "--kv-cache-memory",
-        type=Bytes(),
+        type=BytesType(),
         show_default="half of the memory that weights and activations leave free",
         help="Memory for the KV cache, of the GPU if the engine runs on one: 2GiB, 2g (the same), 2GB or 512m.",
     ),
@@ -114,7 +114,7 @@ LIMIT_OPTIONS = with_options(
     ),
     _speculation(
         "--speculate-tokens",
-        type=Count(),
+        type=CountType(),
         default=8,
         help=f"Maximum number of draft tokens for a sequence in one step, up to {MAX_DRAFT_TOKENS}. Fewer are proposed "
         "where more would not make answers faster.",
@@ -129,7 +129,9 @@ _workload = section("Requests")
 # Names of the values of WORKLOAD_OPTIONS, the options of `engine bench offline` and `serve`.
 WORKLOAD = ("num_prompts", "input_len", "output_len", "shared_prefix_len", "dataset", "seed", "ignore_eos")
 WORKLOAD_OPTIONS = with_options(
-    _workload("--num-prompts", type=Count(), show_default="32, or every line of --dataset", help="Number of requests."),
+    _workload(
+        "--num-prompts", type=CountType(), show_default="32, or every line of --dataset", help="Number of requests."
+    ),
     _workload(
         "--input-len",
         default="128",
@@ -232,7 +234,7 @@ QUANT_OPTIONS = with_options(
 _prompt = section("Prompt")
 CHAT_TEMPLATE_OPTION = _prompt(
     "--chat-template-kwargs",
-    type=JsonObject(),
+    type=JsonObjectType(),
     show_default="none",
     help='Variables of the chat template, as JSON: {"enable_thinking": false} turns Qwen3\'s thinking off.',
 )

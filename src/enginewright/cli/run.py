@@ -7,7 +7,7 @@ import click
 
 from enginewright.cli.help import SectionCommand, section
 from enginewright.cli.options import LIMIT_OPTIONS, LIMITS, QUANTS, VERIFY_OPTION, pop_options
-from enginewright.cli.values import Bytes, Count, EnginePath, Quant
+from enginewright.cli.values import BytesType, CountType, EnginePathType, QuantType
 
 RUN_LIMITS = (
     *("prefill_chunk_size", "itl_slo_ms", "kv_cache_disk", "kv_cache_dir", "grammar_memory"),
@@ -18,10 +18,10 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
 
 
 @click.command(cls=SectionCommand)
-@click.argument("engines", nargs=-1, required=True, metavar="ENGINE...", type=EnginePath())
+@click.argument("engines", nargs=-1, required=True, metavar="ENGINE...", type=EnginePathType())
 @model(
     "--quant",
-    type=Quant(QUANTS),
+    type=QuantType(QUANTS),
     show_default="the closest to MODEL among the formats of this machine whose weights fit into memory",
     help="Number format of weights and activations, if a MODEL is built.",
 )
@@ -72,7 +72,7 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
 @LIMIT_OPTIONS
 @section("Several engines")(
     "--memory",
-    type=Bytes(),
+    type=BytesType(),
     show_default="what this machine has free",
     help="Maximum memory of all open engines together: weights, activations and KV caches.",
 )
@@ -84,7 +84,7 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
 )
 @section("Limits")(
     "--prefill-chunk-size",
-    type=Count(),
+    type=CountType(),
     default=96,
     help="Maximum number of prompt tokens in a step that also decodes; steps that only prefill take "
     "--max-num-batched-tokens. Smaller values keep the pace of running answers steady, larger ones shorten the wait of "
@@ -92,14 +92,14 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
 )
 @section("Limits")(
     "--itl-slo-ms",
-    type=Count(),
+    type=CountType(),
     show_default="none: only --prefill-chunk-size applies",
     help="Goal for the milliseconds between two tokens of an answer. Prompts are then read as fast as the "
     "measured durations of steps allow.",
 )
 @section("Limits")(
     "--kv-cache-disk",
-    type=Bytes(),
+    type=BytesType(),
     show_default="nothing is kept",
     help="Size of the disk cache for blocks that are evicted from the KV cache: prefixes of prompts are read from it "
     "instead of being computed again, also by the next process.",
@@ -112,47 +112,47 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
 )
 @section("Limits")(
     "--grammar-memory",
-    type=Bytes(),
+    type=BytesType(),
     default="256m",
     help="Maximum memory of an engine for compiled grammars of structured answers, 64m or more. A grammar may take a "
     "quarter of it; the least recently used ones are dropped first.",
 )
 @overload(
     "--max-num-waiting",
-    type=Count(),
+    type=CountType(),
     default=1024,
     help="Maximum number of answers that wait for their first token, beyond those in the batch. More are refused with "
     "status 429.",
 )
 @overload(
     "--max-waiting-tokens",
-    type=Count(),
+    type=CountType(),
     default="256k",
     help="Maximum number of prompt tokens that wait, over all requests. More are refused with status 429.",
 )
 @overload(
     "--max-logprobs-memory",
-    type=Bytes(),
+    type=BytesType(),
     default="1g",
     help="Maximum memory for the log-probabilities of all running requests: 1g is 1 GiB. A request that would "
     "exceed it gets status 429, and 400 if it could never fit.",
 )
 @overload(
     "--responses-store",
-    type=Count(0),
+    type=CountType(0),
     default=1000,
     help="Maximum number of responses kept for GET /v1/responses/ID and previous_response_id; the least recently used "
     "ones are dropped first. 0 keeps none.",
 )
 @overload(
     "--responses-memory",
-    type=Bytes(),
+    type=BytesType(),
     default="256m",
     help="Maximum memory for the kept responses and the conversations before them.",
 )
 @overload(
     "--max-connections",
-    type=Count(),
+    type=CountType(),
     show_default="what the limit of open files allows, up to 4096",
     help="Maximum number of open connections. More are refused with status 503.",
 )

@@ -13,7 +13,7 @@ from enginewright.runtime.count import parse_bytes, parse_count
 from enginewright.targets import SMS, parse_targets
 
 
-class Count(click.ParamType[int]):
+class CountType(click.ParamType[int]):
     """An integer of at least `minimum`; `32k` is 32768."""
 
     name = "count"
@@ -31,7 +31,7 @@ class Count(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-class EnginePath(click.Path):
+class EnginePathType(click.Path):
     """The path of an engine file. Words that begin with ./, ../, / or ~ are always paths, and never hub ids."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class EnginePath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Bytes(click.ParamType[int]):
+class BytesType(click.ParamType[int]):
     """A size in bytes; `2g` and `2GiB` are 2 * 2**30, `2GB` is 2 * 10**9."""
 
     name = "size"
@@ -58,7 +58,7 @@ class Bytes(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-class JsonObject(click.ParamType[dict[str, Any]]):
+class JsonObjectType(click.ParamType[dict[str, Any]]):
     """A JSON object, such as {"enable_thinking": false}."""
 
     name = "json"
@@ -74,7 +74,7 @@ class JsonObject(click.ParamType[dict[str, Any]]):
         return found
 
 
-class Target(click.ParamType[str]):
+class TargetType(click.ParamType[str]):
     """One target, or several joined by + or commas."""
 
     name = "target"
@@ -90,7 +90,7 @@ class Target(click.ParamType[str]):
         return str(value)
 
 
-class Quant(click.Choice[str]):
+class QuantType(click.Choice[str]):
     """A quantization method. The error about another program's name suggests our method."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:

@@ -16,7 +16,7 @@ from enginewright.builder.checkpoint.quantized.format import Format
 from enginewright.builder.checkpoint.quantized.fours import mxfp4_weight, nvfp4_weight
 from enginewright.builder.checkpoint.quantized.g_idx import integers_by_g_idx
 from enginewright.builder.checkpoint.quantized.grids import fp8_weight, take_grid, take_scales
-from enginewright.builder.checkpoint.quantized.schemes import Arguments, Scheme, Schemes, read_schemes
+from enginewright.builder.checkpoint.quantized.schemes import QuantizationArgs, Scheme, Schemes, read_schemes
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
 from enginewright.errors import EngineError, UnsupportedModelError
@@ -138,7 +138,7 @@ class CompressedTensors(Format):
         int8_group = activations.int8_group if activations else None
         return integers_by_g_idx(self, name, shape, weights.bits, codes, numbers, f"{name}_g_idx", int8_group)
 
-    def _zeros(self, name: str, shape: tuple[int, ...], weights: Arguments) -> Open:
+    def _zeros(self, name: str, shape: tuple[int, ...], weights: QuantizationArgs) -> Open:
         """Reads zero points that are packed along the weight's rows, or INT8."""
         info, bits, rows = self.tensors.find(name), weights.bits, shape[0]
         if info is None or info.dtype != torch.int32:

@@ -21,10 +21,10 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
         tensors: its tensors.
     """
     config.refuse_any_unread(("quant_method", *HARMLESS))
-    return Mxfp4(tensors)
+    return Mxfp4Reader(tensors)
 
 
-class Mxfp4(Format):
+class Mxfp4Reader(Format):
     """Reader of MXFP4 weights."""
 
     def weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
