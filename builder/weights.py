@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 import torch
 
-from enginewright.builder.checkpoint.quantized import Format
+from enginewright.builder.checkpoint.quantized import QuantizedFormat
 from enginewright.builder.harmless_tensors import HARMLESS_TENSORS
 from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
@@ -40,7 +40,7 @@ class Weights:
         harmless: end of a tensor's name → the reason why it need not be read.
     """
 
-    def __init__(self, tensors: Tensors, format: Format | None = None) -> None:
+    def __init__(self, tensors: Tensors, format: QuantizedFormat | None = None) -> None:
         """Starts without initializers.
 
         Args:

@@ -60,14 +60,14 @@ class ToolResult(msgspec.Struct):
     is_error: bool | None = None  # true if the call failed
 
 
-class Message(msgspec.Struct):
+class AnthropicMessage(msgspec.Struct):
     """Message of the conversation."""
 
     role: Literal["user", "assistant", "system"]  # author of the message
     content: str | list[dict[str, Any]]  # text or content blocks
 
 
-class Tool(msgspec.Struct):
+class AnthropicTool(msgspec.Struct):
     """Tool that the model may call."""
 
     name: str  # name of the tool
@@ -143,7 +143,7 @@ class MessagesBody(msgspec.Struct):
         shown = [{"role": "system", "content": system}] if system else []
         for index, value in enumerate(self.messages):
             where = f"messages[{index}]"
-            message = convert(value, Message, where)
+            message = convert(value, AnthropicMessage, where)
             content = f"{where}.content"
             if message.role == "system":
                 shown.append({"role": "system", "content": _text(message.content, content)})
@@ -159,7 +159,7 @@ class MessagesBody(msgspec.Struct):
         choice, tools = self.tool_choice or ToolChoice("auto"), list[dict[str, Any]]()
         for index, value in enumerate(self.tools or ()):
             where = f"tools[{index}]"
-            tool = convert(value, Tool, where)
+            tool = convert(value, AnthropicTool, where)
             function: dict[str, Any] = {
                 "name": tool.name,
                 "description": tool.description,
@@ -235,15 +235,15 @@ MESSAGES_KEYS = known_keys(
         **refused("this server summarizes no conversations", "compaction"),
     },
     also=SHARED_KEYS,
-    messages=known_keys(Message, BLOCK_UNREAD, content=BLOCKS),
+    messages=known_keys(AnthropicMessage, BLOCK_UNREAD, content=BLOCKS),
     system=TEXTS,
-    tools=Kinds({"custom": known_keys(Tool, TOOL_UNREAD)}, default="custom", may_skip=True),
+    tools=Kinds({"custom": known_keys(AnthropicTool, TOOL_UNREAD)}, default="custom", may_skip=True),
     output_config=known_keys(OutputConfig, ignored("it is a target that the model is not shown", "task_budget")),
 )
 
 
 @dataclass(frozen=True)
-class Messages:
+class MessagesRequest:
     """Request of Anthropic's API."""
 
     chat: ChatBody  # chat completion request that it corresponds to
@@ -255,7 +255,7 @@ class Messages:
             raise not_implemented("thinking.type", "the model's chat template has no reasoning")
 
 
-def read_messages(data: bytes, vocab_size: int, unused: UnusedKeys, *, counted: bool = False) -> Messages:
+def read_messages(data: bytes, vocab_size: int, unused: UnusedKeys, *, counted: bool = False) -> MessagesRequest:
     """Reads the body of a request of Anthropic's API.
 
     Args:
@@ -280,7 +280,7 @@ def read_messages(data: bytes, vocab_size: int, unused: UnusedKeys, *, counted: 
     translated["chat_template_kwargs"] = names | given
     with error_context("messages", RENAMES):
         read = body_of(chat | translated, ChatBody, vocab_size)
-    return Messages(read, body.thinking is not None and body.thinking.type == "enabled")
+    return MessagesRequest(read, body.thinking is not None and body.thinking.type == "enabled")
 
 
 def _reaches(budget: int, max_tokens: Any) -> bool:

@@ -118,7 +118,10 @@ METRICS: Schema = {
 def document() -> Schema:
     """The complete OpenAPI document."""
     bodies = {operation.body: None for operation in OPERATIONS if operation.body is not None}
-    messages = {ChatBody: chat.Message, MessagesBody: anthropic_body.Message}  # bodies keep them undecoded at first
+    messages = {
+        ChatBody: chat.Message,
+        MessagesBody: anthropic_body.AnthropicMessage,
+    }  # bodies keep them undecoded at first
     items, schemas = msgspec.json.schema_components([*messages.values(), *bodies], ref_template=REFS)
     for body, item in zip(messages, items, strict=False):
         schemas[body.__name__]["properties"]["messages"]["items"] = item

@@ -92,7 +92,7 @@ class ReasoningItem(Item, kw_only=True):
     content: list[dict[str, Any]] | None = None  # parts of the complete reasoning
 
 
-class TextPart(msgspec.Struct):
+class ResponseTextPart(msgspec.Struct):
     """Text part of a message, a result or a reasoning."""
 
     text: str  # text of the part
@@ -122,7 +122,7 @@ class AllowedTool(msgspec.Struct):
     name: str  # name of the tool
 
 
-class AllowedChoice(msgspec.Struct):
+class AllowedToolChoice(msgspec.Struct):
     """List of the tools that may be called; it is checked where it is compared with the request's tools."""
 
     type: Literal["allowed_tools"]  # kind of the constraint
@@ -156,7 +156,7 @@ class ReasoningConfig(msgspec.Struct):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class StreamOptions(msgspec.Struct):
+class ResponseStreamOptions(msgspec.Struct):
     """Options of a stream."""
 
     include_obfuscation: bool | None = None  # OpenAI's padding against observers of sizes; true is refused
@@ -173,7 +173,7 @@ class ResponsesBody(msgspec.Struct):
     previous_response_id: str | None = None  # id of the response whose conversation is continued
     reasoning: ReasoningConfig | None = None  # settings of the model's reasoning
     store: bool | None = None  # false does not keep the response
-    stream_options: StreamOptions | None = None  # options of a stream
+    stream_options: ResponseStreamOptions | None = None  # options of a stream
     text: TextConfig | None = None  # format of the answer
     tool_choice: str | dict[str, Any] | None = None  # constraint on the tools that are called
     tools: list[dict[str, Any]] | None = None  # tools that the model may call
@@ -280,7 +280,7 @@ class ResponsesBody(msgspec.Struct):
 
 _PARTS = {
     **dict.fromkeys(
-        ("input_text", "output_text", "reasoning_text", "summary_text"), known_keys(TextPart, also=COPIED_KEYS)
+        ("input_text", "output_text", "reasoning_text", "summary_text"), known_keys(ResponseTextPart, also=COPIED_KEYS)
     ),
     "refusal": known_keys(RefusalPart, also=COPIED_KEYS),
 }
@@ -313,7 +313,7 @@ RESPONSES_KEYS = known_keys(
         },
     ),
     tools=Kinds({"function": known_keys(FunctionTool, TOOL_UNREAD)}, may_skip=True),
-    tool_choice=Kinds({"function": known_keys(AllowedTool), "allowed_tools": known_keys(AllowedChoice)}),
+    tool_choice=Kinds({"function": known_keys(AllowedTool), "allowed_tools": known_keys(AllowedToolChoice)}),
 )
 
 
@@ -404,7 +404,7 @@ def _text(content: str | list[dict[str, Any]], where: str, kinds: Sequence[str] 
     """Text of parts that are all text."""
     if isinstance(content, str):
         return content
-    known: dict[str, type[TextPart | RefusalPart]] = dict.fromkeys(kinds, TextPart)
+    known: dict[str, type[ResponseTextPart | RefusalPart]] = dict.fromkeys(kinds, ResponseTextPart)
     return "\n".join(
         read_kind(one, known | {"refusal": RefusalPart}, f"{where}[{index}]").text for index, one in enumerate(content)
     )

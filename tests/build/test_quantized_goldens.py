@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from enginewright.builder.checkpoint.quantized import Format, read_format
+from enginewright.builder.checkpoint.quantized import QuantizedFormat, read_format
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
 from enginewright.errors import EngineError
@@ -44,7 +44,7 @@ def golden(name: str) -> tuple[Mapping[str, Any], dict[str, torch.Tensor], torch
 
 def opened(
     config: Mapping[str, Any], stored: Mapping[str, torch.Tensor], shape: tuple[int, ...]
-) -> tuple[RowsTensor, Format]:
+) -> tuple[RowsTensor, QuantizedFormat]:
     """A weight `layer.weight` of which this is stored, and its format."""
     checkpoint = MemoryCheckpoint({}, {f"layer.{name}": value for name, value in stored.items()})
     format = read_format(ConfigReader({"quantization_config": config}), Tensors(checkpoint))

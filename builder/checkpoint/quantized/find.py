@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import cast
 
 from enginewright.builder.checkpoint.base import Checkpoint
-from enginewright.builder.checkpoint.quantized.format import Format
+from enginewright.builder.checkpoint.quantized.format import QuantizedFormat
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
 
 PACKAGE = "enginewright.builder.checkpoint.quantized.formats"
-OpenFormat = Callable[[ConfigReader, Tensors], Format]
+OpenFormat = Callable[[ConfigReader, Tensors], QuantizedFormat]
 
 
 def format_names() -> list[str]:
@@ -27,7 +27,7 @@ def format_name(checkpoint: Checkpoint) -> str | None:
     return None if section is None else section.read(str, "quant_method").lower()
 
 
-def read_format(config: ConfigReader, tensors: Tensors) -> Format | None:
+def read_format(config: ConfigReader, tensors: Tensors) -> QuantizedFormat | None:
     """Opens the format in which a checkpoint's weights are stored; None if they are not quantized.
 
     Args:

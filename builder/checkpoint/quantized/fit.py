@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from enginewright.builder.checkpoint.quantized.format import Format
+from enginewright.builder.checkpoint.quantized.format import QuantizedFormat
 from enginewright.builder.tensors import Read
 from enginewright.errors import EngineError
 from enginewright.passes.quant import W8A8, Fp8, Int4Rtn, Int8Wo, Mxfp4, QuantConfig
@@ -71,7 +71,7 @@ def from_signed(values: Open, bits: int) -> Open:
 
 
 def integers(
-    format: Format,
+    format: QuantizedFormat,
     name: str,
     shape: tuple[int, ...],
     bits: int,
@@ -141,7 +141,13 @@ def mxfp4(name: str, shape: tuple[int, ...], codes: Open, powers: Open) -> Store
 
 
 def floats(
-    format: Format, name: str, shape: tuple[int, ...], values: Open, groups: Groups, what: str, fp8: str | None = None
+    format: QuantizedFormat,
+    name: str,
+    shape: tuple[int, ...],
+    values: Open,
+    groups: Groups,
+    what: str,
+    fp8: str | None = None,
 ) -> RowsTensor:
     """Fits a weight of small floating point numbers, each times the scale of its group.
 

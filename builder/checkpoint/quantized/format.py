@@ -11,7 +11,7 @@ from enginewright.passes.weights import RowsTensor
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Format(ABC):
+class QuantizedFormat(ABC):
     """The reader of a checkpoint's quantized weights.
 
     The tensors themselves decide what is quantized; lists of excluded modules are for the producer only.

@@ -9,14 +9,14 @@ import torch
 
 from enginewright.builder.checkpoint.quantized.bits import FP4, e8m0, nibbles
 from enginewright.builder.checkpoint.quantized.fit import Groups, Open, floats, mxfp4
-from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
+from enginewright.builder.checkpoint.quantized.format import FLOATS, QuantizedFormat
 from enginewright.builder.checkpoint.quantized.grids import take_grid, take_scales
 from enginewright.passes.weights import RowReader, RowsTensor
 
 MX_GROUP, NV_GROUP = 32, 16  # columns that share a scale
 
 
-def mxfp4_weight(format: Format, name: str, shape: tuple[int, ...], packed: str, scales: str) -> RowsTensor:
+def mxfp4_weight(format: QuantizedFormat, name: str, shape: tuple[int, ...], packed: str, scales: str) -> RowsTensor:
     """Reads an MXFP4 weight.
 
     Args:
@@ -30,7 +30,7 @@ def mxfp4_weight(format: Format, name: str, shape: tuple[int, ...], packed: str,
     return mxfp4(name, shape, _codes(format, shape, packed), powers)
 
 
-def mxfp4_experts(format: Format, name: str, shape: tuple[int, ...], packed: str, scales: str) -> RowsTensor:
+def mxfp4_experts(format: QuantizedFormat, name: str, shape: tuple[int, ...], packed: str, scales: str) -> RowsTensor:
     """Reads the MXFP4 weights of several matrices [E, N, K], whose rows are counted through.
 
     Args:
@@ -57,7 +57,7 @@ def mxfp4_experts(format: Format, name: str, shape: tuple[int, ...], packed: str
 
 
 def nvfp4_weight(
-    format: Format,
+    format: QuantizedFormat,
     name: str,
     shape: tuple[int, ...],
     packed: str,
@@ -92,7 +92,7 @@ def nvfp4_weight(
     return floats(format, name, shape, numbers, Groups(NV_GROUP, scales), "NVFP4")
 
 
-def _codes(format: Format, shape: tuple[int, ...], packed: str) -> Open:
+def _codes(format: QuantizedFormat, shape: tuple[int, ...], packed: str) -> Open:
     """Unpacks codes by rows, UINT8 [n, K]."""
     rows, columns = shape
     blocks = (rows, -(-columns // MX_GROUP), MX_GROUP // 2)

@@ -3,7 +3,7 @@
 import torch
 
 from enginewright.builder.checkpoint.quantized.fit import Groups, Open, integers, restore_integers, restored
-from enginewright.builder.checkpoint.quantized.format import Format
+from enginewright.builder.checkpoint.quantized.format import QuantizedFormat
 from enginewright.errors import EngineError
 from enginewright.passes.quant.act_order import ActOrdered
 from enginewright.passes.quant.method import StoredTensor
@@ -11,7 +11,7 @@ from enginewright.passes.weights import RowReader, RowsTensor
 
 
 def integers_by_g_idx(
-    format: Format,
+    format: QuantizedFormat,
     name: str,
     shape: tuple[int, ...],
     bits: int,

@@ -10,7 +10,7 @@ import torch
 
 from enginewright.builder.checkpoint.quantized.bits import e8m0
 from enginewright.builder.checkpoint.quantized.fit import Groups, Open, by_rows, floats
-from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
+from enginewright.builder.checkpoint.quantized.format import FLOATS, QuantizedFormat
 from enginewright.builder.tensors import Tensors
 from enginewright.passes.weights import RowsTensor
 
@@ -73,7 +73,7 @@ def take_grid(
 
 
 def fp8_weight(
-    format: Format, name: str, shape: tuple[int, ...], scales: str, block: Block | None, activations: str
+    format: QuantizedFormat, name: str, shape: tuple[int, ...], scales: str, block: Block | None, activations: str
 ) -> RowsTensor:
     """Reads a weight FLOAT8E4M3FN [N, K], with the tensor `scales` as factors.
 

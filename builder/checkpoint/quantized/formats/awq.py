@@ -9,7 +9,7 @@ import torch
 
 from enginewright.builder.checkpoint.quantized.bits import unpack
 from enginewright.builder.checkpoint.quantized.fit import Groups, Open, by_columns, integers
-from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
+from enginewright.builder.checkpoint.quantized.format import FLOATS, QuantizedFormat
 from enginewright.builder.checkpoint.quantized.formats.gptq import HARMLESS as OF_GPTQ
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Read, Tensors
@@ -23,7 +23,7 @@ NIBBLES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # nibble of a word with its fi
 HARMLESS = ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "sym", *OF_GPTQ)
 
 
-def open(config: ConfigReader, tensors: Tensors) -> Format:
+def open(config: ConfigReader, tensors: Tensors) -> QuantizedFormat:
     """Opens an AWQ checkpoint.
 
     Args:
@@ -50,7 +50,7 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
     return Awq(tensors, group)
 
 
-class Awq(Format):
+class Awq(QuantizedFormat):
     """Reader of AWQ weights."""
 
     def __init__(self, tensors: Tensors, group: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from enginewright.builder.checkpoint.quantized.bits import unpack, words_for
 from enginewright.builder.checkpoint.quantized.fit import Groups, Open, by_columns, by_rows, from_signed
-from enginewright.builder.checkpoint.quantized.format import Format
+from enginewright.builder.checkpoint.quantized.format import QuantizedFormat
 from enginewright.builder.checkpoint.quantized.fours import mxfp4_weight, nvfp4_weight
 from enginewright.builder.checkpoint.quantized.g_idx import integers_by_g_idx
 from enginewright.builder.checkpoint.quantized.grids import fp8_weight, take_grid, take_scales
@@ -47,7 +47,7 @@ OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_global_scale")
 OF_CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
-def open(config: ConfigReader, tensors: Tensors) -> Format:
+def open(config: ConfigReader, tensors: Tensors) -> QuantizedFormat:
     """Opens a compressed-tensors checkpoint.
 
     Args:
@@ -67,7 +67,7 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
     return CompressedTensors(tensors, schemes, cache)
 
 
-class CompressedTensors(Format):
+class CompressedTensors(QuantizedFormat):
     """Reader of compressed-tensors weights; `cache`: scales of a KV cache exist, and are not used."""
 
     def __init__(self, tensors: Tensors, schemes: Schemes, cache: bool) -> None:

@@ -7,7 +7,7 @@ of transformers' FineGrainedFP8Config.
 
 import torch
 
-from enginewright.builder.checkpoint.quantized.format import Format
+from enginewright.builder.checkpoint.quantized.format import QuantizedFormat
 from enginewright.builder.checkpoint.quantized.grids import Block, fp8_weight
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
@@ -19,7 +19,7 @@ OF_ACTIVATIONS = ("activation_scale", "input_scale")
 OF_CACHE = ("k_scale", "v_scale")
 
 
-def open(config: ConfigReader, tensors: Tensors) -> Format:
+def open(config: ConfigReader, tensors: Tensors) -> QuantizedFormat:
     """Opens an FP8 checkpoint.
 
     Args:
@@ -43,7 +43,7 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
     return Fp8Blocks(tensors, (block[0], block[1]) if block else None)
 
 
-class Fp8Blocks(Format):
+class Fp8Blocks(QuantizedFormat):
     """Reader of FP8 weights."""
 
     def __init__(self, tensors: Tensors, block: Block | None) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from enginewright.builder.checkpoint.quantized.bits import unpack, words_for
 from enginewright.builder.checkpoint.quantized.fit import Groups, Open, by_columns
-from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
+from enginewright.builder.checkpoint.quantized.format import FLOATS, QuantizedFormat
 from enginewright.builder.checkpoint.quantized.g_idx import integers_by_g_idx
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Read, Tensors
@@ -28,7 +28,7 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def open(config: ConfigReader, tensors: Tensors) -> Format:
+def open(config: ConfigReader, tensors: Tensors) -> QuantizedFormat:
     """Opens a GPTQ checkpoint.
 
     Args:
@@ -56,7 +56,7 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
     return Gptq(tensors, bits, group, symmetric, VERSIONS[version])
 
 
-class Gptq(Format):
+class Gptq(QuantizedFormat):
     """Reader of GPTQ weights."""
 
     def __init__(self, tensors: Tensors, bits: int, group: int, symmetric: bool, version: int) -> None:

@@ -22,7 +22,7 @@ from enginewright.builder.checkpoint.quantized.fit import (
     restore_integers,
     restored,
 )
-from enginewright.builder.checkpoint.quantized.format import FLOATS, Format
+from enginewright.builder.checkpoint.quantized.format import FLOATS, QuantizedFormat
 from enginewright.builder.checkpoint.quantized.fours import MX_GROUP, mxfp4_weight, nvfp4_weight
 from enginewright.builder.checkpoint.quantized.grids import fp8_weight, take_scales
 from enginewright.builder.config import ConfigReader
@@ -41,7 +41,7 @@ HARMLESS = ("config_groups", "exclude_modules", "ignore", "kv_cache_quant_algo",
 LEFT_OVER = (".input_scale", ".k_scale", ".v_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
-def open(config: ConfigReader, tensors: Tensors) -> Format:
+def open(config: ConfigReader, tensors: Tensors) -> QuantizedFormat:
     """Opens a modelopt checkpoint.
 
     Args:
@@ -59,7 +59,7 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
     return ModelOpt(tensors, algorithm, group)
 
 
-class ModelOpt(Format):
+class ModelOpt(QuantizedFormat):
     """Reader of modelopt's weights."""
 
     def __init__(self, tensors: Tensors, algorithm: str, group: int) -> None:

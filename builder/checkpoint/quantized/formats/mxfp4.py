@@ -4,7 +4,7 @@ Tensors of a parameter [..., K]: `<name>_blocks` UINT8 [..., K / 32, 16], two nu
 [..., K / 32]. https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
 """
 
-from enginewright.builder.checkpoint.quantized.format import Format
+from enginewright.builder.checkpoint.quantized.format import QuantizedFormat
 from enginewright.builder.checkpoint.quantized.fours import mxfp4_experts, mxfp4_weight
 from enginewright.builder.config import ConfigReader
 from enginewright.builder.tensors import Tensors
@@ -13,7 +13,7 @@ from enginewright.passes.weights import RowsTensor
 HARMLESS = ("dequantize", "modules_to_not_convert")
 
 
-def open(config: ConfigReader, tensors: Tensors) -> Format:
+def open(config: ConfigReader, tensors: Tensors) -> QuantizedFormat:
     """Opens an MXFP4 checkpoint.
 
     Args:
@@ -21,10 +21,10 @@ def open(config: ConfigReader, tensors: Tensors) -> Format:
         tensors: its tensors.
     """
     config.refuse_any_unread(("quant_method", *HARMLESS))
-    return Mxfp4Reader(tensors)
+    return Mxfp4Format(tensors)
 
 
-class Mxfp4Reader(Format):
+class Mxfp4Format(QuantizedFormat):
     """Reader of MXFP4 weights."""
 
     def weight(self, name: str, shape: tuple[int, ...]) -> RowsTensor | None:
