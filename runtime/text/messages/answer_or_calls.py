@@ -1,12 +1,44 @@
-"""Parses a message that is either an answer of some structure, or calls instead of it."""
+"""Parses a message that is an answer of some structure, or calls instead of it."""
 
 import re
 
 from enginewright.runtime.text.messages.calls import Schemas
-from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, TextPiece
+from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, ReasoningFormat, TextPiece
+from enginewright.runtime.text.messages.source import Reading
 
 MAX_HEAD_CHARS = 256  # characters of a message within which calls are recognized
 _SPACE = re.compile(r"\s+")
+
+
+class AnswerParser(MessageParser):
+    """Parses an answer of some structure after reasoning: all of the answer is text, whatever marks it contains.
+
+    Args:
+        reasoning: the format of the reasoning; None if the model has none.
+        in_reasoning: as of a MessageParser.
+    """
+
+    def __init__(self, reasoning: ReasoningFormat | None, *, in_reasoning: bool) -> None:
+        super().__init__(MessageFormat(reasoning), in_reasoning=in_reasoning)
+
+    def _read(self) -> Reading[None]:
+        if self._reasoning is not None:
+            yield from self._read_reasoning(self._reasoning)
+        if not self._in_reasoning:
+            yield from self._source.give_up_to(self._release)
+        self._source.take_rest()  # may be the prefix of a mark
+        self._release(is_whole=True)
+
+    def _read_reasoning(self, reasoning: ReasoningFormat) -> Reading[None]:
+        source = self._source
+        if not self._in_reasoning:
+            yield from source.space()
+            if not (yield from source.has(reasoning.open)):
+                return
+            self._begin(in_reasoning=True)
+        if (yield from source.give_up_to(self._release, reasoning.close)):
+            yield from source.has(reasoning.close)
+            self._begin(in_reasoning=False)
 
 
 class AnswerOrCallsParser:
@@ -28,7 +60,7 @@ class AnswerOrCallsParser:
         before = written.first + written.before_name
         begins = [before + name + written.before_arguments for name in schemas]  # starts of calls without a mark
         self._openings = tuple(_SPACE.sub("", one) for one in ([form.calls.open] if form.calls.open else begins))
-        self._reasoning = MessageParser(MessageFormat(form.reasoning), in_reasoning=in_reasoning, only_first=True)
+        self._reasoning = AnswerParser(form.reasoning, in_reasoning=in_reasoning)
         self._calls = MessageParser(MessageFormat(None, form.calls), schemas, several=several)
         self._begun = ""  # text that may start either of them
         self._is_answer: bool | None = None  # None while unknown

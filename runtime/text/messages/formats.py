@@ -1,7 +1,7 @@
 """The families of message formats, detected from the chat template."""
 
 from enginewright.errors import UsageError
-from enginewright.runtime.text.messages.answer_or_calls import AnswerOrCallsParser
+from enginewright.runtime.text.messages.answer_or_calls import AnswerOrCallsParser, AnswerParser
 from enginewright.runtime.text.messages.calls import CallFormat, Schemas
 from enginewright.runtime.text.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from enginewright.runtime.text.messages.gemma import FUNCTION_GEMMA, GEMMA4
@@ -77,7 +77,9 @@ def new_parser(
         return AnswerOrCallsParser(form, schemas, in_reasoning=in_reasoning, several=several)
     if form.reasoning is None and (form.calls is None or schemas is None):
         return None
-    return MessageParser(form, schemas, in_reasoning=in_reasoning, several=several, only_first=only_first)
+    if only_first:
+        return AnswerParser(form.reasoning, in_reasoning=in_reasoning)
+    return MessageParser(form, schemas, in_reasoning=in_reasoning, several=several)
 
 
 def call_format(name: str) -> CallFormat:

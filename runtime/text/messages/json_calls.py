@@ -1,6 +1,7 @@
 """Reads calls as JSON objects: {"name": …, "arguments": {…}}, where "arguments" may be "parameters"."""
 
 import re
+from collections.abc import Sequence
 
 from enginewright.runtime.text.messages.calls import FoundCalls
 from enginewright.runtime.text.messages.json_text import check, read_object, read_string, read_text
@@ -35,42 +36,53 @@ def read_calls(source: MessageSource, found: FoundCalls, *, only_known: bool = F
 
 def _read_call(source: MessageSource, found: FoundCalls, only_known: bool) -> Reading[bool]:
     """Reads one object. Returns True if it is complete; if not, nothing is known about the text that follows."""
-    yield from source.expect("{")
-    name: str | None = None
+    read: set[str] = set()  # of "name" and "arguments", what was read
     early: list[str] = []  # arguments that come before the name
-    has_arguments, between = False, ""
-    while True:
-        yield from source.space()
-        if (yield from source.has("}")):
-            break
-        if has_arguments and (yield from source.starts_with(*source.stops)):
+    yield from source.expect("{")
+    yield from source.space()
+    is_first = True
+    while not (yield from source.has("}")):
+        if "arguments" in read and (yield from source.starts_with(*source.stops)):
             return False
-        yield from source.expect(between)
-        yield from source.space()
-        key, between = (yield from read_string(source)), ","
-        if only_known and key not in _KEYS:
-            raise ValueError("no key of a call")
-        yield from source.space()
-        yield from source.expect(":")
-        yield from source.space()
-        if key == "name" and name is None:
-            name = yield from read_string(source)
-            if only_known and name not in found.schemas:
-                raise ValueError("no tool")
-            found.begin(name)
-            if has_arguments:
-                found.add("".join(early))
-        elif key in _ARGUMENTS and not has_arguments:
-            has_arguments = True
-            if not (yield from _read_arguments(source, early.append if name is None else found.add)):
-                return False
-        else:
+        key = yield from _read_key(source, is_first, only_known)
+        is_first = False
+        if key in read or key not in ("name", "arguments"):
             yield from _read_other(source)
-    if name is None:
+        elif key == "name":
+            yield from _read_name(source, found, early, only_known)
+        elif not (yield from _read_arguments(source, found.add if "name" in read else early.append)):
+            return False
+        read.add(key)
+        yield from source.space()
+    if "name" not in read:
         raise ValueError("no name")
-    if not has_arguments:
+    if "arguments" not in read:
         found.add("{}")
     return True
+
+
+def _read_key(source: MessageSource, is_first: bool, only_known: bool) -> Reading[str]:
+    """Reads a key and the colon after it. Returns "arguments" for "parameters"."""
+    if not is_first:
+        yield from source.expect(",")
+        yield from source.space()
+    key = yield from read_string(source)
+    if only_known and key not in _KEYS:
+        raise ValueError("no key of a call")
+    yield from source.space()
+    yield from source.expect(":")
+    yield from source.space()
+    return "arguments" if key in _ARGUMENTS else key
+
+
+def _read_name(source: MessageSource, found: FoundCalls, early: Sequence[str], only_known: bool) -> Reading[None]:
+    """Reads the name, and begins the call with the arguments that came before it."""
+    name = yield from read_string(source)
+    if only_known and name not in found.schemas:
+        raise ValueError("no tool")
+    found.begin(name)
+    if early:
+        found.add("".join(early))
 
 
 def _read_arguments(source: MessageSource, give: Give) -> Reading[bool]:

@@ -126,8 +126,7 @@ class PieceParser(ABC):
 
         Args:
             is_cut: whether the message was cut off. Then the start of a call is no text, and arguments are given out as
-                far
-                as they were generated.
+                far as they were generated.
         """
         self._source.is_ended, self._source.is_cut = True, is_cut
         return self._go_on()
@@ -193,7 +192,6 @@ class MessageParser(PieceParser):
         schemas: as of a PieceParser.
         in_reasoning: whether the prompt has started the reasoning.
         several: as of a PieceParser.
-        only_first: whether only reasoning at the start is recognized.
     """
 
     def __init__(
@@ -203,11 +201,9 @@ class MessageParser(PieceParser):
         *,
         in_reasoning: bool = False,
         several: bool = True,
-        only_first: bool = False,
     ) -> None:
         super().__init__(schemas, several=several)
-        self._only_first, self._reasoning = only_first, form.reasoning
-        self._calls = form.calls if schemas and not only_first else None
+        self._reasoning, self._calls = form.reasoning, form.calls if schemas else None
         self._in_reasoning = in_reasoning
         self._is_at_start = in_reasoning  # True at the start and after a mark, where white space is dropped
         self._has_text = False  # True once there is text for the user; calls without a mark must precede it
@@ -218,11 +214,7 @@ class MessageParser(PieceParser):
         return self._in_reasoning
 
     def _read(self) -> Reading[None]:
-        source, calls, reasoning = self._source, self._calls, self._reasoning
-        if self._only_first and reasoning is not None and not self._in_reasoning:
-            yield from source.space()
-            if (yield from source.has(reasoning.open)):
-                self._begin(in_reasoning=True)
+        source, calls = self._source, self._calls
         while True:
             if calls is not None and calls.begins and not self._has_text and not self._in_reasoning:
                 yield from source.space()
@@ -244,10 +236,8 @@ class MessageParser(PieceParser):
     def _marks(self) -> tuple[str, ...]:
         """Marks that may come next."""
         marks = [] if self._calls is None else [self._calls.open]
-        if self._reasoning is not None and self._in_reasoning:
-            marks.append(self._reasoning.close)
-        elif self._reasoning is not None and not self._only_first:
-            marks.append(self._reasoning.open)
+        if self._reasoning is not None:
+            marks.append(self._reasoning.close if self._in_reasoning else self._reasoning.open)
         return tuple(filter(None, marks))
 
     def _begin(self, *, in_reasoning: bool) -> None:
