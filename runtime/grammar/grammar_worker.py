@@ -16,8 +16,9 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -282,7 +283,38 @@ _NOTHING = memoryview(bytes(4))  # a mask that allows no token
 LOWEST_PRIORITY = 19  # the highest niceness
 
 
-def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> None:
+@dataclass(frozen=True)
+class GrammarCompiler:
+    """Compiles grammars with what all of them share."""
+
+    trie: LLTokenizer  # the vocabulary
+    limits: Mapping[str, Any]  # llguidance's limits
+    digits: NumberDigits  # bound on the digits of numbers
+
+    def compile(self, key: str) -> GrammarWalks | str:
+        """Compiles the grammar of a StructuredOutputsParams' key; returns an error's text if that fails."""
+        frame = json.loads(key)
+        found = answer(frame)
+        if "source" not in found:
+            return found["failed"] or "it cannot be read"
+        try:
+            has_json = StructuredOutputsParams(**frame).has_json
+            return GrammarWalks(found["source"], self.trie, self.limits, self.digits if has_json else None)
+        except ValueError as error:
+            return failure(frame, found["source"], str(error))
+
+    def warm_up(self) -> None:
+        """Compiles and walks grammars of each kind, so that shared tables, such as Unicode's, are made before forks."""
+        schema = {"properties": {"a": {"pattern": r"\w"}, "b": {"enum": ["one", "two"]}}, "required": ["a", "b"]}
+        for wanted in ({"json": schema}, {"regex": r"\d+ of \d+"}, {"choice": ["the only text that there is"]}):
+            grammar = GrammarWalks(answer(wanted)["source"], self.trie, self.limits, self.digits)
+            reply = grammar.answer(OPEN, 0, [])
+            assert reply is not None
+            for kind in (LOOK, TAKE):
+                grammar.answer(kind, 0, list(reply.tokens[:1]))
+
+
+def _serve(connection: socket.socket, compiler: GrammarCompiler) -> None:
     """Compiles the requested grammar, and walks it until the engine closes the connection."""
     memory = _Memory()
     frames = _frames(connection.makefile("rb"))
@@ -293,7 +325,7 @@ def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, An
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     os.nice(order.niceness)
     with _limited(order.compile_s):
-        grammar = _compiled(order.key, trie, limits, digits)
+        grammar = compiler.compile(order.key)
     if isinstance(grammar, str):
         connection.sendall(framed(msgspec.json.encode(GrammarReply(grammar))))
         return
@@ -308,30 +340,6 @@ def _serve(connection: socket.socket, trie: LLTokenizer, limits: Mapping[str, An
             os.nice(LOWEST_PRIORITY)
         if reply is not None:
             connection.sendall(framed(reply._replace(num_kib=memory.own_kib).encode()))
-
-
-def _compiled(key: str, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> GrammarWalks | str:
-    """Compiles a grammar; returns an error's text if that fails."""
-    frame = json.loads(key)
-    found = answer(frame)
-    if "source" not in found:
-        return found["failed"] or "it cannot be read"
-    try:
-        has_json = StructuredOutputsParams(**frame).has_json
-        return GrammarWalks(found["source"], trie, limits, digits if has_json else None)
-    except ValueError as error:
-        return failure(frame, found["source"], str(error))
-
-
-def _warm_up(trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits) -> None:
-    """Compiles and walks grammars of each kind, so that shared tables, such as Unicode's, are made before forks."""
-    schema = {"properties": {"a": {"pattern": r"\w"}, "b": {"enum": ["one", "two"]}}, "required": ["a", "b"]}
-    for wanted in ({"json": schema}, {"regex": r"\d+ of \d+"}, {"choice": ["the only text that there is"]}):
-        grammar = GrammarWalks(answer(wanted)["source"], trie, limits, digits)
-        reply = grammar.answer(OPEN, 0, [])
-        assert reply is not None
-        for kind in (LOOK, TAKE):
-            grammar.answer(kind, 0, list(reply.tokens[:1]))
 
 
 def _frames(stream: IO[bytes]) -> Iterator[bytes]:
@@ -387,7 +395,7 @@ class _Memory:
 
 def main() -> None:
     """Makes the trie, and forks a process for each grammar, until the engine closes the socket; then ends them all."""
-    control, children = socket.socket(fileno=0), set[int]()
+    control = socket.socket(fileno=0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     data, files, _, _ = socket.recv_fds(control, 1 << 16, 1)
     if not data:
@@ -400,70 +408,85 @@ def main() -> None:
     except ValueError as error:
         control.send(msgspec.json.encode(Forked(failed=str(error))))
         return
-    digits = NumberDigits(trie)
-    _warm_up(trie, setup["limits"], digits)  # for all processes together
+    compiler = GrammarCompiler(trie, setup["limits"], NumberDigits(trie))
+    compiler.warm_up()  # for all processes together
+    ForkServer(control, compiler).run()
 
-    def reap(*_: Any) -> None:
-        """Reports how processes have ended."""
-        with contextlib.suppress(
-            ChildProcessError, BrokenPipeError
-        ):  # there are no more children, or the engine has closed the socket
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                children.discard(found[0])
-                how = Forked(ended=found[0], status=os.waitstatus_to_exitcode(found[1]))
-                control.send(msgspec.json.encode(how))
 
-    signal.signal(signal.SIGCHLD, reap)
-    gc.collect()
-    gc.freeze()  # collections would write to shared pages
-    gc.disable()
-    try:
-        while True:
-            data, sockets, _, _ = socket.recv_fds(control, FORK_MESSAGE.size, 1)
-            if not data:
-                return
-            kind, number = FORK_MESSAGE.unpack(data)
-            if kind != FORK:
-                if number in children:  # else it has ended, and the id may belong to another process
+class ForkServer:
+    """Forks a process for each grammar, and reports to the engine how processes end.
+
+    Args:
+        control: the socket to the engine.
+        compiler: compiles the grammars.
+    """
+
+    def __init__(self, control: socket.socket, compiler: GrammarCompiler) -> None:
+        self._control, self._compiler = control, compiler
+        self._children: set[int] = set()  # ids of the processes that have not ended
+
+    def run(self) -> None:
+        """Serves until the engine closes the socket, and ends all processes then."""
+        signal.signal(signal.SIGCHLD, self._reap)
+        gc.collect()
+        gc.freeze()  # collections would write to shared pages
+        gc.disable()
+        try:
+            while True:
+                data, sockets, _, _ = socket.recv_fds(self._control, FORK_MESSAGE.size, 1)
+                if not data:
+                    return
+                kind, number = FORK_MESSAGE.unpack(data)
+                if kind == FORK:
+                    self._fork(sockets[0])
+                elif number in self._children:  # else it has ended, and the id may belong to another process
                     os.kill(number, signal.SIGKILL)
-                continue
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-            pid = os.fork()
-            if pid == 0:
-                _be_grammar(control, sockets[0], trie, setup["limits"], digits)
-            children.add(pid)
-            control.send(msgspec.json.encode(Forked(started=pid)))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-            os.close(sockets[0])
-    except (BrokenPipeError, ConnectionResetError):
-        return
-    finally:
+            for pid in self._children:
+                os.kill(pid, signal.SIGKILL)
+            for pid in self._children:
+                os.waitpid(pid, 0)
+
+    def _fork(self, descriptor: int) -> None:
+        """Forks the process that serves a grammar over this socket."""
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            os.waitpid(pid, 0)
-
-
-def _be_grammar(
-    control: socket.socket, descriptor: int, trie: LLTokenizer, limits: Mapping[str, Any], digits: NumberDigits
-) -> None:
-    """Serve one grammar in a forked process; never returns."""
-    status, errors = 0, os.fdopen(os.dup(2), "w")
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust reports there that memory is exhausted
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        pid = os.fork()
+        if pid == 0:
+            self._be_grammar(descriptor)
+        self._children.add(pid)
+        self._control.send(msgspec.json.encode(Forked(started=pid)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        control.close()
-        _serve(socket.socket(fileno=descriptor), trie, limits, digits)
-    except (BrokenPipeError, ConnectionResetError):
-        status = 0  # the engine has closed the connection
-    except BaseException:
-        traceback.print_exc(file=errors)
-        errors.flush()
-        status = 1
-    finally:
-        os._exit(status)
+        os.close(descriptor)
+
+    def _reap(self, *_: Any) -> None:
+        """Reports how processes have ended."""
+        # There are no more children, or the engine has closed the socket.
+        with contextlib.suppress(ChildProcessError, BrokenPipeError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                self._children.discard(found[0])
+                how = Forked(ended=found[0], status=os.waitstatus_to_exitcode(found[1]))
+                self._control.send(msgspec.json.encode(how))
+
+    def _be_grammar(self, descriptor: int) -> NoReturn:
+        """Serves one grammar in a forked process."""
+        status, errors = 0, os.fdopen(os.dup(2), "w")
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust reports there that memory is exhausted
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            self._control.close()
+            _serve(socket.socket(fileno=descriptor), self._compiler)
+        except (BrokenPipeError, ConnectionResetError):
+            status = 0  # the engine has closed the connection
+        except BaseException:
+            traceback.print_exc(file=errors)
+            errors.flush()
+            status = 1
+        finally:
+            os._exit(status)
 
 
 def _whole_texts(tokenizer_json: bytes) -> str:
