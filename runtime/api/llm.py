@@ -7,8 +7,8 @@ for output in llm.generate(["The capital of France is"], SamplingParams(temperat
     print(output.outputs[0].text)
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from itertools import count
 from numbers import Integral
 from pathlib import Path
@@ -34,7 +34,7 @@ from enginewright.runtime.api.embeddings import (
     tokens_to_score,
     vector_of,
 )
-from enginewright.runtime.api.engine_thread import EngineThread, close_all
+from enginewright.runtime.api.engine_thread import AnyRequest, EngineThread, close_all
 from enginewright.runtime.api.progress_bar import ProgressBar
 from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
@@ -318,22 +318,13 @@ class LLM:
         inbox = _Inbox()
         assert isinstance(self._core, EmbeddingCore)
         requests = [self._core.text(text, inbox.sink(index)) for index, text in enumerate(texts)]
-        done = 0
-        with ProgressBar(len(texts)) if use_tqdm else nullcontext() as bar:
-            try:
-                for request in requests:
-                    self._thread.submit(request)
-                while done < len(requests):
-                    _, delta = inbox.get()
-                    done += 1
-                    if delta.finish_reason == "error":
-                        raise not_finite()
-                    if bar is not None:
-                        bar.update(done, 0)
-            finally:
-                if done < len(requests):
-                    for request in requests:
-                        self._thread.abort(request)
+        deltas = self._run(requests, inbox, len(requests))
+        with ProgressBar(len(texts)) if use_tqdm else nullcontext() as bar, closing(deltas):
+            for done, (_, delta) in enumerate(deltas, start=1):
+                if delta.finish_reason == "error":
+                    raise not_finite()
+                if bar is not None:
+                    bar.update(done, 0)
         return [request.vector for request in requests if request.vector is not None]
 
     def stats(self) -> Stats:
@@ -365,37 +356,57 @@ class LLM:
         if on_progress is not None and not callable(on_progress):
             raise UsageError(f"on_progress is {shorten(on_progress)}", "it must be a function of two numbers")
         refuse_answers(self.engine)
-        each, works = self._params(sampling_params, len(prompts)), _works(priority, len(prompts))
-        inbox, collectors = _Inbox(), []
-        for index, (prompt, params, work) in enumerate(zip(prompts, each, works, strict=True)):
-            ids, salt = self.encode(prompt), salt_of(prompt, cache_salt)
-            request = self._core.request(ids, params, inbox.sink(index), salt, work=work)
-            name = str(next(self._request_ids))
-            collectors.append(Collector(name, text_of(prompt), ids, request, self.engine.tokenizer))
-        left, done, written = sum(collector.request.params.n for collector in collectors), 0, 0
-        with ProgressBar(len(prompts)) if use_tqdm else nullcontext() as bar:
-            try:
-                for collector in collectors:
-                    self._thread.submit(collector.request)
-                while left:
-                    index, delta = inbox.get()
-                    collectors[index].add(delta)
-                    written += len(delta.tokens)
-                    if delta.finish_reason is not None:
-                        left -= 1
-                        if collectors[index].finished:
-                            done += 1
-                            if on_output is not None:
-                                on_output(index, collectors[index].output())
-                    if bar is not None:
-                        bar.update(done, written)
-                    if on_progress is not None:
-                        on_progress(done, written)
-            finally:
-                if left:
-                    for collector in collectors:
-                        self._thread.abort(collector.request)
+        inbox = _Inbox()
+        collectors = [
+            self._collector(prompt, params, inbox.sink(index), cache_salt, work)
+            for index, (prompt, params, work) in enumerate(
+                zip(prompts, self._params(sampling_params, len(prompts)), _works(priority, len(prompts)), strict=True)
+            )
+        ]
+        requests = [collector.request for collector in collectors]
+        deltas = self._run(requests, inbox, sum(request.params.n for request in requests))
+        num_done = num_tokens = 0
+        with ProgressBar(len(prompts)) if use_tqdm else nullcontext() as bar, closing(deltas):
+            for index, delta in deltas:
+                collectors[index].add(delta)
+                num_tokens += len(delta.tokens)
+                if delta.finish_reason is not None and collectors[index].finished:
+                    num_done += 1
+                    if on_output is not None:
+                        on_output(index, collectors[index].output())
+                if bar is not None:
+                    bar.update(num_done, num_tokens)
+                if on_progress is not None:
+                    on_progress(num_done, num_tokens)
         return [collector.output() for collector in collectors]
+
+    def _collector(
+        self, prompt: Prompt, params: SamplingParams, sink: OutputSink, cache_salt: str, work: WorkClass
+    ) -> Collector:
+        """Makes the request of a prompt, and the collector of its deltas."""
+        ids = self.encode(prompt)
+        request = self._core.request(ids, params, sink, salt_of(prompt, cache_salt), work=work)
+        return Collector(str(next(self._request_ids)), text_of(prompt), ids, request, self.engine.tokenizer)
+
+    def _run(
+        self, requests: Sequence[AnyRequest], inbox: "_Inbox", num_choices: int
+    ) -> Generator[tuple[int, Delta], None, None]:
+        """Runs requests until all choices have ended; closed early, it aborts them.
+
+        Yields:
+            The index of a request and a delta of it, as they arrive.
+        """
+        try:
+            for request in requests:
+                self._thread.submit(request)
+            while num_choices:
+                index, delta = inbox.get()
+                num_choices -= delta.finish_reason is not None
+                yield index, delta
+        finally:
+            if num_choices:
+                for request in requests:
+                    self._thread.abort(request)
 
     def _params(self, given: Params, count: int) -> list[SamplingParams]:
         if not isinstance(given, list | tuple):
