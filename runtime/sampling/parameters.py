@@ -8,6 +8,7 @@ from typing import Any, Literal
 from enginewright.runtime.checks import require, require_known, require_number, require_whole
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 
+MAX_INT32 = 2**31 - 1
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
@@ -76,67 +77,61 @@ class SamplingParams:
         self.stop = _as_tuple((self.stop,) if isinstance(self.stop, str) else self.stop)
         self.stop_token_ids = _as_tuple(self.stop_token_ids)
         self.logit_bias = {} if self.logit_bias is None else self.logit_bias
-        require_whole("n", self.n, 1, MAX_CHOICES)
-        require_number("temperature", self.temperature, 0, 1000)
-        require_number("top_p", self.top_p, 0, 1)
+        for name, bounds in _WHOLE.items():
+            if getattr(self, name) is not None or name not in _MAY_BE_NONE:
+                require_whole(name, getattr(self, name), *bounds)
+        for name, (low, high) in _NUMBERS.items():
+            require_number(name, getattr(self, name), low, high)
+        for name in _FLAGS:
+            require(isinstance(getattr(self, name), bool), name, "must be True or False")
         require(self.top_p > 0, "top_p", "must be above 0")
-        require_whole("top_k", self.top_k, -1, 2**31 - 1)
-        require_number("min_p", self.min_p, 0, 1)
-        require_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        require_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        require_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        if self.seed is not None:
-            require_whole("seed", self.seed, -(2**63), 2**64 - 1)
-        require(isinstance(self.stop, tuple), "stop", "must be strings")
-        require(
-            all(isinstance(text, str) and text for text in self.stop), "stop", "must hold strings that are not empty"
-        )
-        require(len(self.stop) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
-        stop_chars = sum(map(len, self.stop))
-        require(stop_chars <= MAX_STOP_CHARS, "stop", f"must not hold more than {MAX_STOP_CHARS} characters together")
-        require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be token ids")
-        require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
-        for token in self.stop_token_ids:
-            require_whole("stop_token_ids", token, 0, 2**31 - 1)
-        if self.max_tokens is not None:
-            require_whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        require_whole("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                require_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
-        require(len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}")
-        self.logit_bias = dict(self.logit_bias)
-        for token, bias in self.logit_bias.items():
-            require_whole("logit_bias", token, 0, 2**31 - 1)
-            require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = ids = _as_tuple(self.allowed_token_ids)
-            whole = isinstance(ids, tuple) and len(ids) > 0 and all(type(token) is int for token in ids)
-            require(whole and min(ids) >= 0, "allowed_token_ids", "must be token ids, one at least")
-        for flag in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            require(isinstance(getattr(self, flag), bool), flag, "must be True or False")
+        require_whole("min_tokens", self.min_tokens, 0, MAX_INT32 if self.max_tokens is None else self.max_tokens)
+        if self.best_of is not None:
+            require_whole("best_of", self.best_of, self.n, MAX_CHOICES)
         require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "must be a RequestOutputKind")
+        self._check_stops()
+        self._check_tokens()
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
             rule = "makes no sense with structured_outputs, which say when the answer ends"
             require(not self.ignore_eos, "ignore_eos", rule)
             require(not self.min_tokens, "min_tokens", rule)
+        self._check_beam_search()
 
-        if self.best_of is not None:
-            require_whole("best_of", self.best_of, self.n, MAX_CHOICES)
-        require(isinstance(self.use_beam_search, bool), "use_beam_search", "must be True or False")
-        require_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
-        require(is_known, "early_stopping", 'must be True, False or "never"')
-        if self.use_beam_search:
-            self._check_beam_search()
-        else:
-            require(self.length_penalty == 1.0, "length_penalty", "is for use_beam_search, and must be 1 without it")
-            require(self.early_stopping is False, "early_stopping", "is for use_beam_search, and must be False without")
+    def _check_stops(self) -> None:
+        """Raises UsageError if what ends the answer is not valid."""
+        texts = self.stop
+        require(isinstance(texts, tuple), "stop", "must be strings")
+        require(all(isinstance(text, str) and text for text in texts), "stop", "must hold strings that are not empty")
+        require(len(texts) <= MAX_STOPS, "stop", f"must not hold more than {MAX_STOPS} strings")
+        rule = f"must not hold more than {MAX_STOP_CHARS} characters together"
+        require(sum(map(len, texts)) <= MAX_STOP_CHARS, "stop", rule)
+        require(isinstance(self.stop_token_ids, tuple), "stop_token_ids", "must be token ids")
+        require(len(self.stop_token_ids) <= MAX_STOPS, "stop_token_ids", f"must not hold more than {MAX_STOPS} ids")
+        for token in self.stop_token_ids:
+            require_whole("stop_token_ids", token, 0, MAX_INT32)
+
+    def _check_tokens(self) -> None:
+        """Raises UsageError if the limits on sampled tokens are not valid."""
+        require(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers")
+        require(len(self.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must not hold more than {MAX_BIASED_TOKENS}")
+        self.logit_bias = dict(self.logit_bias)
+        for token, bias in self.logit_bias.items():
+            require_whole("logit_bias", token, 0, MAX_INT32)
+            require_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = ids = _as_tuple(self.allowed_token_ids)
+            whole = isinstance(ids, tuple) and len(ids) > 0 and all(type(token) is int for token in ids)
+            require(whole and min(ids) >= 0, "allowed_token_ids", "must be token ids, one at least")
 
     def _check_beam_search(self) -> None:
         """Raises UsageError for options that would change the model's probabilities, by which beams are ranked."""
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        require(is_known, "early_stopping", 'must be True, False or "never"')
+        if not self.use_beam_search:
+            require(self.length_penalty == 1.0, "length_penalty", "is for use_beam_search, and must be 1 without it")
+            require(self.early_stopping is False, "early_stopping", "is for use_beam_search, and must be False without")
+            return
         name = "n" if self.best_of is None else "best_of"
         require(self.num_candidates <= MAX_BEAMS, name, f"must be at most {MAX_BEAMS} with use_beam_search")
         require(self.temperature == 0, "temperature", "must be 0 with use_beam_search, which samples nothing")
@@ -162,6 +157,27 @@ class SamplingParams:
         """True if any penalty is set, so that sampling depends on earlier tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
+
+# Lowest and highest values of the parameters that are whole numbers, and of those that are any numbers.
+_WHOLE: Mapping[str, tuple[int, int]] = {
+    "n": (1, MAX_CHOICES),
+    "top_k": (-1, MAX_INT32),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (0, MAX_INT32),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_NUMBERS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 1000),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": (0.01, 100),
+    "length_penalty": (-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+}
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")
 
 # Parameters that cannot be combined with beam search, with the values that leave them unset.
 _NOT_WITH_BEAMS: Mapping[str, Any] = {
