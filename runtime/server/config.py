@@ -1,8 +1,10 @@
 """The settings of a server."""
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from enginewright.errors import UsageError
 from enginewright.runtime.server.cors import ORIGIN
@@ -45,9 +47,8 @@ class ServerConfig:
     ssl_keyfile: str | Path | None = None  # PEM file of the key; None means that it is in ssl_certfile
     metrics_compat: str | None = None  # one of METRICS_COMPAT, whose metric names /metrics has in addition to ours
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector; None means no traces
-    allowed_hosts: tuple[
-        str, ...
-    ] = ()  # names in the Host header that are accepted like the server's own, without ports
+    # names in the Host header that are accepted like the server's own, without ports
+    allowed_hosts: tuple[str, ...] = ()
 
     @property
     def on_demand(self) -> bool:
@@ -55,45 +56,57 @@ class ServerConfig:
         return self.memory is not None or self.idle_seconds is not None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise UsageError(f"port is {self.port}", "it must be between 0 and 65535")
-        for name in ("drain_seconds", "step_timeout", "idle_seconds"):
-            if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
-                raise UsageError(f"{name} is {getattr(self, name)}", "it must be a number of seconds, 0 or more")
-        for name in (
-            "max_num_waiting",
-            "max_waiting_tokens",
-            "max_body_bytes",
-            "max_logprobs_memory",
-            "responses_memory",
-            "max_connections",
-            "memory",
-        ):
+        for name, rule in _RULES.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}", "it must be at least 1")
-        if self.responses_store < 0:
-            raise UsageError(f"responses_store is {self.responses_store}", "it must be 0 or more")
-        if self.metrics_compat not in (None, *METRICS_COMPAT):
-            raise UsageError(f"metrics_compat is {self.metrics_compat!r}", f"it must be {', '.join(METRICS_COMPAT)}")
-        if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/]+/", self.otlp_traces_endpoint):
-            why = "it must be a URL with its path, such as http://127.0.0.1:4318/v1/traces"
-            raise UsageError(f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}", why)
-        if self.tool_call_parser is not None:
-            call_format(self.tool_call_parser)
-        for origin in self.allowed_origins:
-            if not ORIGIN.fullmatch(origin):
-                raise UsageError(
-                    f"allowed_origins has {origin!r}",
-                    "it must be as browsers send it: scheme, host in lower case, and any port that is not the default",
-                    "Name each site, such as https://chat.example.com: * would let any web page use the server.",
-                )
+            if value is not None and not rule.holds(value):
+                raise UsageError(f"{name} is {value!r}", rule.why)
+        for name, rule in _RULES_OF_EACH.items():
+            for value in getattr(self, name):
+                if not rule.holds(value):
+                    raise UsageError(f"{name} has {value!r}", rule.why, rule.fix)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise UsageError("ssl_keyfile needs ssl_certfile", "a key without a certificate is no identity")
-        for name in self.allowed_hosts:
-            if not is_host(name):
-                raise UsageError(f"allowed_hosts has {name!r}", "it must be a host without scheme and port")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_keys):
             raise UsageError("an API key is empty or cannot be sent", "it must be printable ASCII without outer spaces")
-        if not all(name.isprintable() and name for name in self.served_model_names):
-            raise UsageError("a served model name is empty", "it must be printable characters")
+
+
+class _Rule(NamedTuple):
+    """A rule for a value."""
+
+    holds: Callable[[Any], object]  # condition; it may raise an error of its own
+    why: str = ""  # the rule in words
+    fix: str = ""  # advice
+
+
+_SECONDS = _Rule(lambda value: 0 <= value < float("inf"), "it must be a number of seconds, 0 or more")
+_AT_LEAST_1 = _Rule(lambda value: value >= 1, "it must be at least 1")
+# Rules of fields that are not None.
+_RULES: Mapping[str, _Rule] = {
+    "port": _Rule(lambda port: 0 <= port <= 65535, "it must be between 0 and 65535"),
+    "drain_seconds": _SECONDS,
+    "max_num_waiting": _AT_LEAST_1,
+    "max_waiting_tokens": _AT_LEAST_1,
+    "max_body_bytes": _AT_LEAST_1,
+    "max_logprobs_memory": _AT_LEAST_1,
+    "responses_store": _Rule(lambda count: count >= 0, "it must be 0 or more"),
+    "responses_memory": _AT_LEAST_1,
+    "max_connections": _AT_LEAST_1,
+    "step_timeout": _SECONDS,
+    "tool_call_parser": _Rule(call_format),
+    "memory": _AT_LEAST_1,
+    "idle_seconds": _SECONDS,
+    "metrics_compat": _Rule(METRICS_COMPAT.__contains__, f"it must be {', '.join(METRICS_COMPAT)}"),
+    "otlp_traces_endpoint": _Rule(
+        re.compile("https?://[^/]+/").match, "it must be a URL with its path, such as http://127.0.0.1:4318/v1/traces"
+    ),
+}
+# Rules of each value of a tuple.
+_RULES_OF_EACH: Mapping[str, _Rule] = {
+    "served_model_names": _Rule(lambda name: name and name.isprintable(), "it must be printable characters"),
+    "allowed_origins": _Rule(
+        ORIGIN.fullmatch,
+        "it must be as browsers send it: scheme, host in lower case, and any port that is not the default",
+        "Name each site, such as https://chat.example.com: * would let any web page use the server.",
+    ),
+    "allowed_hosts": _Rule(is_host, "it must be a host without scheme and port"),
+}
