@@ -26,7 +26,8 @@ from enginewright.runtime.env import notify_socket
 from enginewright.runtime.server.app import App
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit
-from enginewright.runtime.server.engines import Engines, files_of, names_alone
+from enginewright.runtime.server.engine_files import files_of, names_alone
+from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.tls import Tls

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from enginewright.runtime.server.engines import SUFFIX
+from enginewright.runtime.server.engine_files import SUFFIX
 
 
 def held(pid: int) -> dict[str, int]:

@@ -27,7 +27,8 @@ from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.config import ServerConfig
-from enginewright.runtime.server.engines import Engines, files_of
+from enginewright.runtime.server.engine_files import files_of
+from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.log import STDERR, log_to
 from enginewright.runtime.server.serve import _engines, serve
 from enginewright.runtime.speculation.draft import DraftModel
