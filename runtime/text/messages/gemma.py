@@ -13,7 +13,7 @@ from enginewright.runtime.text.messages.bare import texts
 from enginewright.runtime.text.messages.calls import CallFormat, FoundCalls, ListedArguments, WrittenCalls
 from enginewright.runtime.text.messages.json_text import check, dump, escaped, read_text
 from enginewright.runtime.text.messages.lark import Lark, parts
-from enginewright.runtime.text.messages.source import Give, Reading, MessageSource
+from enginewright.runtime.text.messages.source import Give, MessageSource, Reading
 
 _KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's words and those of JSON
