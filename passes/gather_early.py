@@ -22,10 +22,10 @@ class GatherEarly:
     name: str = "gather_early"  # name of the pass
 
     def __call__(self, model: ir.Model) -> PassResult:
-        return PassResult(sum(_raise(model, gather) for gather in nodes_of(model, "Gather")))
+        return PassResult(sum(_move_up(model, gather) for gather in nodes_of(model, "Gather")))
 
 
-def _raise(model: ir.Model, gather: ir.Node) -> int:
+def _move_up(model: ir.Model, gather: ir.Node) -> int:
     """Moves a Gather before all nodes that allow it; returns their number."""
     source, rows = gather.inputs
     assert source is not None and rows is not None and source.shape is not None and rows.shape is not None

@@ -78,7 +78,7 @@ _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")  # keywords whose v
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")  # keywords whose value has schemas by name
 _OF_OBJECTS = ("additionalProperties", "patternProperties", "properties", "required", *_COUNTS)
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")  # keywords of schemas for the same value
-# Parts of a pattern that do not describe a regular language, or that the regex crate does not support.
+# Escapes, classes and look-arounds of a pattern. Classes are found only so that nothing in them is.
 _ESCAPE = re.compile(r"\\(?P<escaped>.)|\[(?:\\.|[^\\\]])+\]|(?P<around>\(\?<?[=!])", re.DOTALL)
 
 

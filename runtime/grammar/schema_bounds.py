@@ -232,7 +232,7 @@ def _bounded_integer(schema: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _up(bound: int) -> int:
-    """Smallest integer that is exact in float64 and not below a bound; MAX_INTEGER if there is none."""
+    """Smallest integer that is exact in float64 and not below a bound, or MAX_INTEGER."""
     if not MIN_INTEGER < bound < MAX_INTEGER:
         return min(max(bound, MIN_INTEGER), MAX_INTEGER)
     near = float(bound)
@@ -240,7 +240,7 @@ def _up(bound: int) -> int:
 
 
 def _down(bound: int) -> int:
-    """Largest integer that is exact in float64 and not above a bound; MIN_INTEGER if there is none."""
+    """Largest integer that is exact in float64 and not above a bound, or MIN_INTEGER."""
     if not MIN_INTEGER < bound < MAX_INTEGER:
         return min(max(bound, MIN_INTEGER), MAX_INTEGER)
     near = float(bound)

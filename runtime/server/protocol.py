@@ -119,7 +119,7 @@ TOOL_UNREAD: Mapping[str, Unread] = {
     **refused("the model is the only caller", "allowed_callers", harmless=([], ["direct"])),
 }
 
-# Paths of the schemas in keys, in addition to response_format.json_schema.
+# Place of the JSON schema in a key of the body, for error messages; also response_format.json_schema.
 _SCHEMA_PATHS = {"response_format": "response_format.schema", "structured_outputs": "structured_outputs.json"}
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from enginewright.errors import EngineError, UsageError, shorten
-from enginewright.runtime.text.messages.history import forms, shows
+from enginewright.runtime.text.messages.history import forms, shows_cut_arguments
 from enginewright.runtime.text.tokenizer import SPECIAL_TOKENS, TEMPLATE_NAMES
 from enginewright.runtime.text.worker_process import WorkerProcess
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         replies = list[dict[str, str]]()
         for form in forms(list(messages)):  # usually, the first form is rendered
             reply = self._ask({**variables, "messages": form})
-            if "too_long" in reply or ("text" in reply and shows(reply["text"], messages)):
+            if "too_long" in reply or ("text" in reply and shows_cut_arguments(reply["text"], messages)):
                 replies = [reply]
                 break
             replies.append(reply)

@@ -20,7 +20,7 @@ class DType:
     kv_cache: str = ""  # name of a KV cache of this type in --kv-cache-dtype; "" if there is none
     kv_group: int = 0  # numbers of a KV cache's head that share a scale and a zero point, BF16 each; 0: see `largest`
     largest: float = 0.0  # largest code of rows that are stored as codes with an f32 scale; 0 for plain numbers
-    # smallest amax of a row of codes that is not rounded to 0: below half of it, largest / amax is infinite
+    # smallest amax (of u4: scale, or zero) that is not stored as 0: below half of it, largest / amax is infinite
     tiny: float = 0.0
 
     @property

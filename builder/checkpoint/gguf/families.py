@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from enginewright.builder.checkpoint.gguf import fields, gemma, names, recipes, rope
-from enginewright.builder.checkpoint.gguf.family import Field, Fields, GgufFamily, Source
+from enginewright.builder.checkpoint.gguf.family import Field, GgufFamily, GgufFields, Source
 from enginewright.builder.checkpoint.gguf.fields import always, count, has_tensor, layer_types, optional, positive, size
 from enginewright.builder.checkpoint.gguf.header import GgufHeader
 from enginewright.builder.checkpoint.gguf.recipes import Recipe
@@ -136,7 +136,7 @@ def _check_falcon_h1(source: Source) -> None:
         )
 
 
-_GEMMA: Fields = {
+_GEMMA: GgufFields = {
     "hidden_activation": always("gelu_pytorch_tanh"),
     "attention_bias": always(False),
     "final_logit_softcapping": optional(float, "final_logit_softcapping"),

@@ -14,7 +14,7 @@ from enginewright.builder.checkpoint.gguf.recipes import Recipe
 from enginewright.errors import EngineError
 
 Field = Callable[["Source"], Any]  # reads the value of one key of config.json
-Fields = dict[str, Field]  # key of config.json → the function that reads its value
+GgufFields = dict[str, Field]  # key of config.json → the function that reads its value
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class GgufFamily:
     layer: Mapping[str, str | tuple[str, ...]]
     # metadata key that is 0 or missing in all files of the architecture but this family's; "" in most families
     marker: str = ""
-    config: Fields = field(default_factory=dict)  # the family's own keys, which replace `fields.COMMON`
+    config: GgufFields = field(default_factory=dict)  # the family's own keys, which replace `fields.COMMON`
     lacks: Sequence[str] = ()  # keys of `fields.COMMON` that the family's config.json does not have
     required: Mapping[str, object] = field(default_factory=dict)  # metadata key → the only value that is implemented
     idle: Sequence[str] = ()  # metadata keys that have no effect on results

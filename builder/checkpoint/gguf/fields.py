@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from enginewright.builder.checkpoint.gguf import rope
-from enginewright.builder.checkpoint.gguf.family import Field, Fields, Source
+from enginewright.builder.checkpoint.gguf.family import Field, GgufFields, Source
 from enginewright.errors import EngineError, UnsupportedModelError
 
 
@@ -184,7 +184,7 @@ def check_unused_rope(source: Source) -> None:
 
 
 LAYER_NORM, RMS_NORM = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
-COMMON: Fields = {
+COMMON: GgufFields = {
     "vocab_size": vocab_size,
     "hidden_size": size("embedding_length"),
     "num_hidden_layers": lambda source: source.layers,
@@ -199,22 +199,22 @@ COMMON: Fields = {
     "rope_theta": rope_theta,
     "rope_scaling": rope_scaling,
 }
-PARTIAL_ROPE: Fields = {"head_dim": partly_rotated_head_dim, "partial_rotary_factor": rotated_part}
-ATTENTION_BIAS: Fields = {"attention_bias": has_tensor("attn_q.bias")}
-BIASES: Fields = ATTENTION_BIAS | {"mlp_bias": has_tensor("ffn_up.bias")}
+PARTIAL_ROPE: GgufFields = {"head_dim": partly_rotated_head_dim, "partial_rotary_factor": rotated_part}
+ATTENTION_BIAS: GgufFields = {"attention_bias": has_tensor("attn_q.bias")}
+BIASES: GgufFields = ATTENTION_BIAS | {"mlp_bias": has_tensor("ffn_up.bias")}
 
-EXPERTS: Fields = {
+EXPERTS: GgufFields = {
     "num_experts": size("expert_count"),
     "num_experts_per_tok": size("expert_used_count"),
     "moe_intermediate_size": size("expert_feed_forward_length"),
     "norm_topk_prob": always(True),  # llama.cpp always normalizes
 }
-LOCAL_EXPERTS: Fields = {
+LOCAL_EXPERTS: GgufFields = {
     "num_local_experts": size("expert_count"),
     "num_experts_per_tok": size("expert_used_count"),
 }
 # DeepSeek V3's. Older files have no groups; llama.cpp then chooses from all experts.
-GROUPED_EXPERTS: Fields = {
+GROUPED_EXPERTS: GgufFields = {
     "n_routed_experts": size("expert_count"),
     "num_experts_per_tok": size("expert_used_count"),
     "n_shared_experts": count("expert_shared_count"),
@@ -247,7 +247,7 @@ def latent_rope_scaling(source: Source) -> dict[str, Any] | None:
 
 
 _key_width = _latent_width("key_length")
-LATENT_ATTENTION: Fields = {
+LATENT_ATTENTION: GgufFields = {
     "first_k_dense_replace": count("leading_dense_block_count"),
     "kv_lora_rank": size("attention.kv_lora_rank"),
     "num_key_value_heads": size("attention.head_count"),
@@ -273,7 +273,7 @@ def _delta_net_layers(source: Source) -> list[str]:
     return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in layers]
 
 
-DELTA_NET: Fields = {
+DELTA_NET: GgufFields = {
     "layer_types": _delta_net_layers,
     "linear_conv_kernel_dim": size("ssm.conv_kernel"),
     "linear_key_head_dim": size("ssm.state_size"),
@@ -281,14 +281,14 @@ DELTA_NET: Fields = {
     "linear_num_value_heads": size("ssm.time_step_rank"),
     "linear_value_head_dim": state_head_dim,
 }
-DELTA_NET_EXPERTS: Fields = (
+DELTA_NET_EXPERTS: GgufFields = (
     DELTA_NET
     | EXPERTS
     | {
         "shared_expert_intermediate_size": size("expert_shared_feed_forward_length"),
     }
 )
-MAMBA2: Fields = {
+MAMBA2: GgufFields = {
     "mamba_conv_bias": has_tensor("ssm_conv1d.bias"),
     "mamba_d_conv": size("ssm.conv_kernel"),
     "mamba_d_head": state_head_dim,
@@ -297,13 +297,13 @@ MAMBA2: Fields = {
     "mamba_n_heads": size("ssm.time_step_rank"),
     "mamba_proj_bias": has_tensor("ssm_in.bias"),
 }
-SHORT_CONV: Fields = {
+SHORT_CONV: GgufFields = {
     "conv_bias": has_tensor("shortconv.conv.bias"),
     "conv_L_cache": size("shortconv.l_cache"),
     "layer_types": layers_with_kv_heads("full_attention", "conv"),
     "num_key_value_heads": one_of_some("attention.head_count_kv"),
 }
-GRANITE_FACTORS: Fields = {
+GRANITE_FACTORS: GgufFields = {
     "attention_multiplier": lambda source: source.keys.positive("attention.scale", head_dim(source) ** -0.5),
     "embedding_multiplier": positive("embedding_scale", 1.0),
     "residual_multiplier": positive("residual_scale", 1.0),

@@ -170,7 +170,7 @@ class Attention:
         return k, k if self.keys_are_values else graph.linear(x, f"{tensor}.v_proj", width, self.bias)
 
     def _reorder(self, weights: Weights, tensor: str, rope: RopeTable) -> None:
-        """Moves columns of a rope's pairs, which are neighbours in the checkpoint, half a head apart."""
+        """Moves the two rows of each pair of a rope, which are neighbours in the checkpoint, half a head apart."""
         heads = self.heads
         for part, norm, count in zip("qk", self.norm_names, (heads.count, heads.kv_count), strict=True):
             weights.reorder(f"{tensor}.{part}_proj", rope.order(count, heads.dim))

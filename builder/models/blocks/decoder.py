@@ -47,7 +47,7 @@ class SideBySide:
         return graph.add(h, self.attention.write(graph, x, tensor, layer, rope))
 
 
-# Mixes each token with the ones before it.
+# Mixes each token with the ones before it, in encoders also with those after it.
 Mixer = Attention | LatentAttention | GatedDeltaNet | KimiDelta | Mamba2 | ShortConv | SideBySide
 
 

@@ -40,7 +40,9 @@ class DevicePlaces:
         self.place_bytes = place_bytes
         self.address = device.allocate(num_places * place_bytes)
         self._device = device
-        self._free: deque[_Staging] = deque()  # buffers used to write are appended, the last one most recently
+        self._free: deque[_Staging] = (
+            deque()
+        )  # buffers; one that was written from goes to the end, since its copy may still run
 
     def copy(self, places: Copies) -> None:
         """Queues copies of places, in order."""

@@ -25,7 +25,7 @@ class AnswerParser(MessageParser):
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
         if not self._in_reasoning:
-            yield from self._source.give_up_to(self._release)
+            yield from self._source.pass_on_until(self._release)
         self._source.take_rest()  # may be the prefix of a mark
         self._release(is_whole=True)
 
@@ -36,7 +36,7 @@ class AnswerParser(MessageParser):
             if not (yield from source.has(reasoning.open)):
                 return
             self._begin(in_reasoning=True)
-        if (yield from source.give_up_to(self._release, reasoning.close)):
+        if (yield from source.pass_on_until(self._release, reasoning.close)):
             yield from source.has(reasoning.close)
             self._begin(in_reasoning=False)
 

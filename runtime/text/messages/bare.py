@@ -40,7 +40,7 @@ def read_bare(
         found.add(typed((yield from source.up_to(*ends)), schema, argument))
         return
     found.add('"')
-    if (yield from source.give_up_to(lambda part: found.add(escaped(part)), *ends, *source.stops)) not in ends:
+    if (yield from source.pass_on_until(lambda part: found.add(escaped(part)), *ends, *source.stops)) not in ends:
         raise ValueError(f"no {ends[0]}")
     found.add('"')
 

@@ -77,7 +77,9 @@ class _Arguments:
     def _read_quoted(self) -> Reading[None]:
         """Reads the rest of a text, and the quote that ends it."""
         self.give('"')
-        end = yield from self.source.give_up_to(lambda text: self.give(escaped(text)), self.quote, *self.source.stops)
+        end = yield from self.source.pass_on_until(
+            lambda text: self.give(escaped(text)), self.quote, *self.source.stops
+        )
         if end != self.quote:
             raise ValueError("a text without an end")
         yield from self.source.has(self.quote)

@@ -64,7 +64,7 @@ class HarmonyParser(PieceParser):
         while True:
             if mark in _BEGINNINGS:
                 yield from self._read_header(mark)
-            mark = yield from source.give_up_to(self._release, *_ENDS)
+            mark = yield from source.pass_on_until(self._release, *_ENDS)
             if not mark:
                 break
             self._in_reasoning = False
@@ -79,7 +79,7 @@ class HarmonyParser(PieceParser):
     def _read_header(self, begun: str) -> Reading[None]:
         """Reads the rest of a header, and the body of a call."""
         source, header = self._source, [begun]
-        mark = yield from source.give_up_to(header.append, _MESSAGE, max_chars=MAX_HEADER_CHARS)
+        mark = yield from source.pass_on_until(header.append, _MESSAGE, max_chars=MAX_HEADER_CHARS)
         if not mark:
             if source.met_end:
                 source.take_rest()

@@ -50,7 +50,7 @@ def forms(messages: Messages) -> Iterator[Messages]:
                 yield form
 
 
-def shows(text: str, messages: Messages) -> bool:
+def shows_cut_arguments(text: str, messages: Messages) -> bool:
     """True if a prompt contains all arguments that are no objects, as they are or quoted as JSON."""
     cut = [one for message in messages for one in _arguments(message) if isinstance(one, str)]
     return all(one in text or _quoted(one) in text for one in cut if parse_object(one) is None)

@@ -35,7 +35,7 @@ def read_calls(source: MessageSource, found: FoundCalls, *, only_known: bool = F
 
 
 def _read_call(source: MessageSource, found: FoundCalls, only_known: bool) -> Reading[bool]:
-    """Reads one object. Returns True if it is complete; if not, nothing is known about the text that follows."""
+    """Reads one object. Returns True if it is complete; if it was cut off at a stop, no further call can be read."""
     read: set[str] = set()  # of "name" and "arguments", what was read
     early: list[str] = []  # arguments that come before the name
     yield from source.expect("{")
@@ -107,5 +107,5 @@ def _read_other(source: MessageSource) -> Reading[None]:
         parts.append('"')
         yield from read_text(source, parts.append, *source.stops)
     else:
-        yield from source.give_up_to(parts.append, *",]}", *source.stops)
+        yield from source.pass_on_until(parts.append, *",]}", *source.stops)
     check("".join(parts))

@@ -37,7 +37,7 @@ def read_object(
         raise ValueError(f"no {begin}")
     depth, ends = 0, (*marks, *source.stops)
     while True:
-        mark = yield from source.give_up_to(give, *'"[]{}', *_NO_NUMBERS, *ends)
+        mark = yield from source.pass_on_until(give, *'"[]{}', *_NO_NUMBERS, *ends)
         if not mark or mark in ends:
             return False
         yield from source.has(mark)
@@ -61,7 +61,7 @@ def read_text(source: MessageSource, give: Give, *marks: str) -> Reading[bool]:
         True if it is complete.
     """
     while True:
-        mark = yield from source.give_up_to(lambda text: give(escaped(text)), '"', "\\", *marks)
+        mark = yield from source.pass_on_until(lambda text: give(escaped(text)), '"', "\\", *marks)
         if not mark or mark in marks:
             return False
         yield from source.has(mark)

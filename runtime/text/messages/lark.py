@@ -11,7 +11,7 @@ from enginewright.runtime.text.messages.schemas import branches
 ANY = "/(?s:.*)/"  # any text
 TOOL = " // tool "  # comment before the name of a rule's tool
 MAX_RULES = 10_000
-MAX_LISTED = 16  # maximum number of arguments without a schema
+MAX_LISTED = 16  # maximum number of arguments in a call of a tool whose schema names none
 # Separators in JSON: with a space, as in the texts that models see, or without one.
 _SEPARATED = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 

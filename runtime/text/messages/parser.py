@@ -220,7 +220,7 @@ class MessageParser(PieceParser):
                 yield from source.space()
                 if (yield from source.starts_with(calls.begins)):
                     yield from self._read_block(calls)
-            mark = yield from source.give_up_to(self._release, *self._marks())
+            mark = yield from source.pass_on_until(self._release, *self._marks())
             if not mark:
                 break
             yield from source.has(mark)

@@ -117,7 +117,7 @@ def _read_text(source: MessageSource, give: Give) -> Reading[None]:
     """Reads adjacent texts, which form one."""
     give('"')
     while quote := (yield from _read_quote(source)):
-        while (yield from source.give_up_to(lambda text: give(escaped(text)), quote, "\\")) == "\\":
+        while (yield from source.pass_on_until(lambda text: give(escaped(text)), quote, "\\")) == "\\":
             yield from source.has("\\")
             give(escaped((yield from _read_escape(source))))
         yield from source.expect(quote)

@@ -26,7 +26,7 @@ def _read_function(source: MessageSource, found: FoundCalls) -> Reading[None]:
     found.begin(name)
     schema, before = found.schemas.get(name, {}), "{"
     while True:
-        mark = yield from source.give_up_to(_ignore, "<parameter=", "</function>", *source.stops)
+        mark = yield from source.pass_on_until(_ignore, "<parameter=", "</function>", *source.stops)
         if mark != "<parameter=":
             break
         yield from source.has(mark)

@@ -167,7 +167,7 @@ class MessageSource:
                 return "".join(parts)
             yield
 
-    def give_up_to(self, give: Give, *marks: str, max_chars: int | None = None) -> Reading[str]:
+    def pass_on_until(self, give: Give, *marks: str, max_chars: int | None = None) -> Reading[str]:
         """Reads a text up to the first of some marks, and gives it out.
 
         Args:
@@ -199,7 +199,7 @@ class MessageSource:
     def up_to(self, *marks: str) -> Reading[str]:
         """Reads the text up to the first of some marks, which is not read. Raises ValueError if a stop is first."""
         parts: list[str] = []
-        if (yield from self.give_up_to(parts.append, *marks, *self.stops)) not in marks:
+        if (yield from self.pass_on_until(parts.append, *marks, *self.stops)) not in marks:
             raise ValueError(f"no {marks[0]}")
         return "".join(parts)
 
