@@ -14,7 +14,7 @@ from enginewright.builder.cuda.sections import to_compile
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.device.cuda.device import Bytes, CudaDevice, Grid
 from enginewright.targets import SMS, choose_code
-from tests.emulator.kernels import SCHEDULES, EmulatedKernels
+from tests.emulator.kernels import SCHEDULES, EmulatedKernels, libraries_with
 
 ALIGN = 256
 FREE_BYTES = 512 << 20
@@ -34,8 +34,9 @@ class EmulatedDevice:
     def __init__(self, kernels: Mapping[str, Specialization], sm: int = 80) -> None:
         self._specializations, self._sm = kernels, sm
         self._compiled: dict[str, EmulatedKernels] = {}  # as they are first launched: most are never
+        self._launched: dict[str, None] = {}  # kernels of all launches that were ever queued
         self._memory: list[Bytes] = []
-        self._captured: list[Callable[[], None]] | None = None
+        self._captured: list[tuple[str, Callable[[], None]]] | None = None
         self._asked: deque[Callable[[], None]] = deque()  # and not done yet
         self._num_asked = self._num_done = 0  # in all
         self._doing = Lock()
@@ -91,6 +92,18 @@ class EmulatedDevice:
                 self._asked.popleft()()
                 self._num_done += 1
 
+    def _ask_launch(self, kernel: str, launch: Callable[[], None]) -> None:
+        self._launched[kernel] = None
+        self._ask(launch)
+
+    def _compile(self) -> None:
+        """Compiles all kernels that are queued together, which takes less time than one by one."""
+        missing = {one: self._specializations[one] for one in tuple(self._launched) if one not in self._compiled}
+        instances = {name: kernel[:2] for name, kernel in missing.items() if not kernel.triton}
+        libraries = libraries_with(list(instances.values()), self._sm)
+        for (name, instance), library in zip(instances.items(), libraries, strict=True):
+            self._compiled[name] = EmulatedKernels([instance], self._sm, library)
+
     def bind(self) -> None:
         pass
 
@@ -113,13 +126,13 @@ class EmulatedDevice:
 
                     return interpret(specialization.triton, grid, arguments)
                 if kernel not in self._compiled:
-                    self._compiled[kernel] = EmulatedKernels([specialization[:2]], self._sm)
+                    self._compile()
                 self._compiled[kernel].launch(expression, grid, threads, shared_bytes, *addresses, schedule=schedule)
 
             if self._captured is None:
-                self._ask(launch)
+                self._ask_launch(kernel, launch)
             else:
-                self._captured.append(launch)
+                self._captured.append((kernel, launch))
 
         return run
 
@@ -130,8 +143,8 @@ class EmulatedDevice:
 
         def replay() -> None:
             self.replays += 1
-            for launch in captured:
-                self._ask(launch)
+            for kernel, launch in captured:
+                self._ask_launch(kernel, launch)
 
         return replay
 

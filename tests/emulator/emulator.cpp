@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -371,9 +372,16 @@ const char* enginewright_sites() {
   return report.c_str();
 }
 
+// The index of a kernel of this library, or -1.
+int enginewright_index(const char* expression) {
+  for (int index = 0; enginewright::kernels[index].expression; ++index)
+    if (!std::strcmp(enginewright::kernels[index].expression, expression)) return index;
+  return -1;
+}
+
 // Runs kernel `index` of this library. Gives why it could not, or nothing.
 const char* enginewright_launch(int index, const Launch* launch, void** arguments) {
-  report = run(*launch, [&] { enginewright::kernels[index](arguments); });
+  report = run(*launch, [&] { enginewright::kernels[index].call(arguments); });
   return report.c_str();
 }
 }

@@ -23,6 +23,11 @@ struct Launch {
 // A kernel with addresses of its arguments, as CUDA's launches take them.
 using Call = void (*)(void** arguments);
 
+struct Kernel {
+  const char* expression;
+  Call call;
+};
+
 template <auto KERNEL_FUNCTION>
 struct Caller;
 template <class... A, void (*KERNEL_FUNCTION)(A...)>
@@ -37,5 +42,5 @@ struct Caller<KERNEL_FUNCTION> {
 }  // namespace enginewright::emulator
 
 namespace enginewright {
-extern const emulator::Call kernels[];  // the library's, by index
+extern const emulator::Kernel kernels[];  // the library's, by index; the last has no expression
 }

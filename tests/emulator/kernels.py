@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -54,11 +54,11 @@ class EmulationError(Exception):
 
 
 class EmulatedKernels:
-    """Kernels of one library. sm: the architecture that they are compiled for."""
+    """Kernels of one library. sm: the architecture that they are compiled for. library: one that has them."""
 
-    def __init__(self, instances: Sequence[Instance], sm: int = 80) -> None:
-        self._index = {expression: index for index, (_, expression) in enumerate(instances)}
-        self._library = ctypes.CDLL(str(compiled_library(tuple(instances), sm)))
+    def __init__(self, instances: Sequence[Instance], sm: int = 80, library: Path | None = None) -> None:
+        self._library = ctypes.CDLL(str(library or compiled_library(tuple(instances), sm)))
+        self._index = {expression: self._library.enginewright_index(expression.encode()) for _, expression in instances}
         for name in ("enginewright_launch", "enginewright_sites"):
             getattr(self._library, name).restype = ctypes.c_char_p
 
@@ -121,25 +121,48 @@ def _value(argument: Argument) -> ctypes._SimpleCData:
 
 @cache
 def compiled_library(instances: tuple[Instance, ...], sm: int) -> Path:
-    includes = "".join(f'#include "{source}"\n' for source in dict.fromkeys(source for source, _ in instances))
-    calls = "".join(f"    emulator::Caller<{expression}>::call,\n" for _, expression in instances)
-    program = (
-        f'{includes}#include "emulator.h"\n'
-        f"namespace enginewright {{\nconst emulator::Call kernels[] = {{\n{calls}}};\n}}\n"
-    )
     emulator = _built((EMULATOR / "emulator.cpp").read_text(), ["-c"], ".o")
     defined = f"-DENGINEWRIGHT_EMULATED={sm}"
     # What all programs begin with takes longer than most kernels; precompiled, as long as one of them.
     header = _built('#include "device.cuh"\n#include "emulator.h"\n', [defined, "-xc++-header"], ".h.gch")
-    return _built(program, [defined, "-include", str(header.with_suffix("")), "-shared", str(emulator)], ".so")
+    options = [defined, "-include", str(header.with_suffix("")), "-shared", str(emulator)]
+    return _built(_program(instances), options, ".so")
+
+
+def libraries_with(instances: Sequence[Instance], sm: int) -> list[Path]:
+    """A library with each kernel. Those without one get one together, in a third of the time of one for each."""
+    libraries = {one: _output(_program([one]), [f"libraries_with {sm}"], ".so") for one in instances}
+    if missing := [one for one, library in libraries.items() if not library.exists()]:
+        together = compiled_library(tuple(missing), sm)
+        for one in missing:
+            with suppress(FileExistsError):  # another process was faster
+                libraries[one].hardlink_to(together)
+    return list(libraries.values())
+
+
+def _program(instances: Sequence[Instance]) -> str:
+    includes = "".join(f'#include "{source}"\n' for source in dict.fromkeys(source for source, _ in instances))
+    kernels = "".join(f'    {{"{expression}", emulator::Caller<{expression}>::call}},\n' for _, expression in instances)
+    return (
+        f'{includes}#include "emulator.h"\n'
+        f"namespace enginewright {{\nconst emulator::Kernel kernels[] = {{\n{kernels}    {{}}}};\n}}\n"
+    )
+
+
+def _output(program: str, options: Sequence[str], suffix: str) -> Path:
+    """Path of what is compiled from a program, named after all that it depends on."""
+    headers = sorted([*SOURCES.glob("*.cuh"), *EMULATOR.glob("*.h"), *(ROOT / "tests").glob("*/*.cuh")])
+    content = [program, " ".join(_options(options)), *(path.read_text() for path in headers)]
+    return BUILT / (hashlib.sha256("\0".join(content).encode()).hexdigest()[:32] + suffix)
+
+
+def _options(options: Sequence[str]) -> list[str]:
+    return [*FLAGS, *([f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []), *options]
 
 
 def _built(program: str, options: Sequence[str], suffix: str) -> Path:
     """Compiles a program with g++, once for the same sources and options, in the first process that needs it."""
-    options = [*FLAGS, *([f"-fsanitize={SANITIZE}", "-g"] if SANITIZE else []), *options]
-    headers = sorted([*SOURCES.glob("*.cuh"), *EMULATOR.glob("*.h"), *(ROOT / "tests").glob("*/*.cuh")])
-    content = [program, " ".join(options), *(path.read_text() for path in headers)]
-    output = BUILT / (hashlib.sha256("\0".join(content).encode()).hexdigest()[:32] + suffix)
+    output = _output(program, options, suffix)
     if output.exists():
         return output
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -148,7 +171,7 @@ def _built(program: str, options: Sequence[str], suffix: str) -> Path:
         source.write_text(program)
         compiler = shutil.which("g++")
         assert compiler is not None, "g++ compiles CUDA kernels for the CPU; there is none"
-        subprocess.run([compiler, *options, "-o", str(partial), str(source)], check=True)
+        subprocess.run([compiler, *_options(options), "-o", str(partial), str(source)], check=True)
         partial.replace(output)
     return output
 
