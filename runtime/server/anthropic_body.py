@@ -180,7 +180,10 @@ class MessagesBody(msgspec.Struct):
         return {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
     def _thinking(self, max_tokens: Any) -> dict[str, Any]:
-        """Keys of a chat for reasoning; as in Anthropic's API, a model thinks only if that is enabled; `adaptive` leaves it to the template."""
+        """Keys of a chat for reasoning.
+
+        As in Anthropic's API, a model thinks only if that is enabled; "adaptive" leaves it to the template.
+        """
         config = self.thinking or ThinkingConfig("disabled")
         if config.type != "enabled" and config.budget_tokens is not None:
             raise ApiError(400, "thinking.budget_tokens is only for the type enabled", param="thinking.budget_tokens")
