@@ -178,6 +178,11 @@ def survives(path: Path, content: bytes) -> bool:
 
 
 def test_cut_short_anywhere(tmp_path: Path, whole: bytes) -> None:
+    check_cut_short(tmp_path, whole, 17)
+
+
+def check_cut_short(tmp_path: Path, whole: bytes, step: int) -> None:
+    """A file that ends anywhere in its header, `step` bytes apart, or in its tensors is refused."""
     path = tmp_path / "cut.gguf"
     assert survives(path, whole)
     tensors = read_header(path).tensors.values()
@@ -185,7 +190,7 @@ def test_cut_short_anywhere(tmp_path: Path, whole: bytes) -> None:
         min(place.offset_bytes for place in tensors),
         max(place.offset_bytes + place.nbytes for place in tensors),
     )
-    for length in [*range(0, header, 7), *range(header, end, 4099), end - 1]:
+    for length in [*range(0, header, step), *range(header, end, 4099), end - 1]:
         assert not survives(path, whole[:length]), length
 
 
@@ -197,7 +202,7 @@ def changed(random: random.Random, content: bytearray, header: int) -> None:
 
 
 def test_bytes_changed_at_random(tmp_path: Path, whole: bytes) -> None:
-    check_changed_bytes(tmp_path, whole, 500)
+    check_changed_bytes(tmp_path, whole, 250)
 
 
 def check_changed_bytes(tmp_path: Path, whole: bytes, count: int) -> None:

@@ -201,7 +201,7 @@ FINAL_OPS = {
 
 FORMATS = [*((quant, "bf16") for quant in QUANTS), (Bf16(), "i8"), (Bf16(), "e4m3"), (Bf16(), "u4")]
 LOWERED = [(case, quant, kind) for case in CASES for quant, kind in FORMATS]
-SOME_LOWERED = [(case, *format) for case, format in every_third(CASES, FORMATS)]
+SOME_LOWERED = [(case, *format) for case, format in every_third(CASES, FORMATS)][::2]  # each case, and each format
 
 
 @pytest.mark.parametrize(("case", "quant", "kv_dtype"), SOME_LOWERED, ids=name_of)
