@@ -1,4 +1,4 @@
-"""Fixtures of several folders. They import what they need: the first process of pytest-xdist needs nothing of it."""
+"""Fixtures that several parts' tests share."""
 
 import gc
 import json
@@ -7,12 +7,18 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-if TYPE_CHECKING:
-    from enginewright.builder.checkpoint.base import TokenizerFiles
+from enginewright.builder import assembly
+from enginewright.builder.checkpoint.base import TokenizerFiles
+from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.core import storage
+from enginewright.runtime.scheduler import stored
+from enginewright.runtime.speculation.speculator import Speculator
+from tests.helpers.serving import LIMITS, Running, running, tiny_engine
 
 # What builds of tests compile for GPUs is not the user's.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build/cache")
@@ -72,16 +78,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -seconds.get(name_of(item.path), float("inf")))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """What is imported meanwhile stays, so the collector of cycles would find nothing."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
-
-
 def pytest_collection_finish() -> None:
     """All that was imported stays; the collector of cycles need not go through it again and again."""
     gc.collect()
@@ -95,12 +91,10 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _templates_are_tried_once() -> None:
     """Most builds have the template of tiny models, whose trial takes a process of its own each time."""
-    from enginewright.builder import assembly
-
     notes = assembly._template_notes
     known: dict[tuple[str | None, str], list[str]] = {}
 
-    def remembered(tokenizer: "TokenizerFiles") -> list[str]:
+    def remembered(tokenizer: TokenizerFiles) -> list[str]:
         key = tokenizer.chat_template, repr(sorted(tokenizer.config.items()))
         if key not in known:
             known[key] = notes(tokenizer)
@@ -121,9 +115,6 @@ def smollm2_gguf(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the same model for transformers, with weights rounded to bfloat16."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     folder = tmp_path_factory.mktemp("smollm2")
     config = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
@@ -136,16 +127,29 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A server of a tiny engine; a module that needs other arguments of `running` names them in its SERVER."""
+    with running(**getattr(request.module, "SERVER", {})) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """The library with the engine and the limits that `server` has by default."""
+    with LLM(tiny_engine(), **LIMITS) as opened:
+        yield opened
+
+
 @pytest.fixture
 def speculation_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes speculation pay on any machine: a token is worth more than the time to draft and to verify it."""
-    speculator = "enginewright.runtime.speculation.speculator.Speculator"
-    monkeypatch.setattr(f"{speculator}._worth", lambda *_: 1e9)
-    monkeypatch.setattr(f"{speculator}._catch_up_pays", lambda *_: True)
+    monkeypatch.setattr(Speculator, "_worth", lambda *_: 1e9)
+    monkeypatch.setattr(Speculator, "_is_read_for", lambda *_: True)
 
 
 @pytest.fixture
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes reading from disk pay on any machine, although tiny models are computed faster than their KV is read."""
-    monkeypatch.setattr("enginewright.runtime.core.storage._prompt_s", lambda *_: None)
-    monkeypatch.setattr("enginewright.runtime.scheduler.stored.LONGEST_S", 60.0)
+    monkeypatch.setattr(storage, "_prompt_s", lambda *_: None)
+    monkeypatch.setattr(stored, "LONGEST_S", 60.0)

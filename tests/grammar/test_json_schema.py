@@ -1,7 +1,6 @@
 """JSON schemas as they are held: integers of any size, bounds, and keywords that no grammar has."""
 
 import json
-from collections.abc import Iterator
 from datetime import datetime, time, timedelta
 from decimal import Decimal
 from math import inf, nextafter
@@ -23,7 +22,7 @@ from enginewright.runtime.text.messages.hermes import HERMES
 from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
 from tests.helpers.grammar_writer import Writer, liking
 from tests.helpers.schemas import BOUNDED, accepts, failed, matcher
-from tests.helpers.serving import CHAT, HELLO, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, HELLO, Running
 
 INTEGER = {"type": "integer"}
 LOOK_AROUND = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # of a Decimal, as pydantic 2.12 writes it
@@ -35,6 +34,7 @@ PRICE = {
     "additionalProperties": False,
 }
 NAMED = "properties.price.pattern cannot be held: it has a look-around"
+SERVER = {"kind": "calls tools at once", "served_model_names": ("tiny",)}
 
 
 class Order(BaseModel):
@@ -46,12 +46,6 @@ class Order(BaseModel):
     count: Annotated[int, Field(ge=1, le=99)]
     total: Annotated[int, Field(gt=-(2**63), lt=2**63)]
     note: str | None = None
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine=tiny_engine("calls tools at once"), served_model_names=("tiny",)) as opened:
-        yield opened
 
 
 def written(schema: dict[str, Any], choices: st.DataObject, most: int = 120) -> str | None:

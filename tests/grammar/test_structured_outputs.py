@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.sampling.token_mask import WORD_BITS, Mask
 from tests.helpers.late_executor import LateExecutor
 from tests.helpers.schemas import BOUNDED, check_answers
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, tiny_engine
 
 PERSON = {
     "type": "object",
@@ -35,6 +35,7 @@ PERSON = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
+SERVER = {"served_model_names": ("tiny",)}
 
 
 class Person(pydantic.BaseModel, extra="forbid"):
@@ -43,18 +44,6 @@ class Person(pydantic.BaseModel, extra="forbid"):
     name: str = pydantic.Field(max_length=5)
     kind: Literal["cat", "dog"]
     ages: list[Annotated[int, pydantic.Field(ge=0, le=99)]] = pydantic.Field(default=[], max_length=2)
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(tiny_engine(), **LIMITS) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(served_model_names=("tiny",)) as opened:
-        yield opened
 
 
 def texts(llm: LLM, n: int = 4, **wanted: Any) -> list[str]:

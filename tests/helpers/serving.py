@@ -132,7 +132,8 @@ class Running:
     """
 
     def __init__(self, engine: Path | Sequence[Path], config: ServerConfig, limits: Mapping[str, Any]) -> None:
-        self._engine, self._config, self._limits = engine, config, {**LIMITS, **limits}
+        self.config = config
+        self._engine, self._limits = engine, {**LIMITS, **limits}
         self._ready, self._is_holding = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
 
@@ -140,12 +141,12 @@ class Running:
         self._loop, self.shutdown = asyncio.get_running_loop(), Shutdown()
         if isinstance(self._engine, Path):
             self.llm = AsyncLLM(self._engine, **self._limits)
-            self.service = Service(self.llm, self._config)
+            self.service = Service(self.llm, self.config)
             self.engines = Engines.of(self.service)
         else:
-            self.engines = Engines.of_files(self._engine, self._config, runtime_config(**self._limits))
+            self.engines = Engines.of_files(self._engine, self.config, runtime_config(**self._limits))
         try:
-            with bind(self._config.host, 0) as listener:
+            with bind(self.config.host, 0) as listener:
                 self.port = listener.getsockname()[1]
                 await host(self.engines, listener, self.shutdown, self._ready.set)
         finally:
@@ -279,14 +280,15 @@ class Running:
 
 @contextmanager
 def running(
-    *, engine: Path | Sequence[Path] | None = None, limits: Mapping[str, Any] = {}, **config: Any
+    *, kind: str = "", engine: Path | Sequence[Path] | None = None, limits: Mapping[str, Any] = {}, **config: Any
 ) -> Iterator[Running]:
     """Runs a server; all that it held must be free again at the end of the context.
 
     Args:
+        kind: of the tiny engine, if no engine is given.
         config: fields of ServerConfig.
     """
-    with Running(engine or tiny_engine(), ServerConfig(**config), limits) as server:
+    with Running(engine or tiny_engine(kind), ServerConfig(**config), limits) as server:
         yield server
         if server._thread.is_alive() and all(service.llm.is_alive for service in server.engines.services):
             wait_until(server.is_idle)

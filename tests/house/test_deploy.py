@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from enginewright.cli import main
-from tests.helpers.serving import Running, port_of, process, running
+from tests.helpers.serving import Running, port_of, process
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm"
@@ -171,12 +171,6 @@ def expressions() -> list[str]:
     (group,) = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
     found += [rule["expr"] for rule in group["rules"]]
     return [*found, (CHART / "templates/autoscaler.yaml").read_text()]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as opened:
-        yield opened
 
 
 def test_metrics_exist(server: Running) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from enginewright.runtime.engine import Engine
 from tests import tolerances
-from tests.helpers.serving import running, tiny_engine
+from tests.helpers.serving import running
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
@@ -85,7 +85,7 @@ def address() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def tools_address() -> Iterator[str]:
     """Address of a server with a tiny model that calls tools, which SmolLM2 does not."""
-    with running(engine=tiny_engine("calls tools"), api_keys=(KEY,)) as server:
+    with running(kind="calls tools", api_keys=(KEY,)) as server:
         yield f"http://127.0.0.1:{server.port}"
 
 
@@ -214,7 +214,7 @@ def test_instructor(address: str, tools_address: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["openai_agents", "pydantic_ai"])
 def test_agents_call_their_tools_and_then_answer_in_their_format(name: str, tmp_path: Path) -> None:
     """Over Chat Completions and Responses, whole and streamed: the same calls and the same answers."""
-    with running(engine=tiny_engine("calls tools in turns"), served_model_names=("tiny",)) as server:
+    with running(kind="calls tools in turns", served_model_names=("tiny",)) as server:
         script, address = ROOT / f"tests/long/{name}_turns.py", f"http://127.0.0.1:{server.port}"
         printed = client(tmp_path, "python", str(script), address, programs=AGENTS)
     rows = [json.loads(line) for line in printed.splitlines()]

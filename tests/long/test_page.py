@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.browser import FOLDER, browser, opened
-from tests.helpers.serving import Running, exactly, running, tiny_engine, wait_until
+from tests.helpers.serving import Running, exactly, running, wait_until
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
@@ -36,7 +36,7 @@ def real() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Running]:
-    with running(engine=tiny_engine("calls tools")) as server:
+    with running(kind="calls tools") as server:
         yield server
 
 

@@ -26,7 +26,6 @@ from tests.helpers.serving import (
     port_of,
     process,
     running,
-    tiny_engine,
     wait_until,
 )
 
@@ -278,7 +277,7 @@ def named_threads() -> list[str]:
 
 
 def test_mixed_requests_with_few_blocks() -> None:
-    with running(engine=tiny_engine("calls tools"), limits=LITTLE) as server:
+    with running(kind="calls tools", limits=LITTLE) as server:
         scheduler = server.llm._core._scheduler  # type: ignore[union-attr]
         bodies = [mixed(random.Random(number)) for number in range(120)]
         expected = [said(path, server.post(path, body)) for path, body in bodies]  # each of them alone

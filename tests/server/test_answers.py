@@ -1,6 +1,5 @@
 """Answers over HTTP: the library's own, in OpenAI's form, whole and as streams."""
 
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -11,28 +10,11 @@ import pytest
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.core.outputs import CompletionOutput
 from enginewright.runtime.core.params import default_params
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LENGTH, LIMITS, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LENGTH, Running
 from tests.helpers.token_bytes import byte_level_bytes, offsets_of
 
 PROMPT = "The capital of France is"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(served_model_names=("tiny", "org/tiny")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(tiny_engine(), **LIMITS) as opened:
-        yield opened
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
+SERVER = {"served_model_names": ("tiny", "org/tiny")}
 
 
 def expected(llm: LLM, prompt: Any, **given: Any) -> list[CompletionOutput]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -11,7 +10,7 @@ import pytest
 
 from enginewright.runtime.server.anthropic_body import read_messages
 from enginewright.runtime.server.keys import UnusedKeys
-from tests.helpers.serving import HELLO, Answer, Running, exactly, running, tiny_engine
+from tests.helpers.serving import HELLO, Answer, Running, exactly, running
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ADD = {
@@ -24,25 +23,7 @@ TOOLS: list[Any] = [{"name": "add", "description": "Adds.", "input_schema": ADD}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 MESSAGE = f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
 THINKING: Any = {"type": "enabled", "budget_tokens": 100}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine=tiny_engine("calls tools"), served_model_names=("tiny",), api_keys=("key",)) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def at_once() -> Iterator[Running]:
-    """A server whose model does not reason."""
-    with running(engine=tiny_engine("calls tools at once")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="key", max_retries=0) as opened:
-        yield opened
+SERVER = {"kind": "calls tools", "served_model_names": ("tiny",), "api_keys": ("key",)}
 
 
 def asked(text: str = MESSAGE, **keys: Any) -> Any:
@@ -64,9 +45,9 @@ def events(answer: Answer) -> list[Any]:
     return values
 
 
-def shown(server: Running, client: anthropic.Anthropic, **keys: Any) -> str:
+def shown(server: Running, claude: anthropic.Anthropic, **keys: Any) -> str:
     """The prompt that the model sees, whose number of tokens count_tokens must give."""
-    counted = client.messages.count_tokens(model="tiny", **keys).input_tokens
+    counted = claude.messages.count_tokens(model="tiny", **keys).input_tokens
     seen: list[Any] = []
     encode = server.llm.encode
 
@@ -83,15 +64,15 @@ def shown(server: Running, client: anthropic.Anthropic, **keys: Any) -> str:
     return server.llm.engine.tokenizer.decode(seen)
 
 
-def test_blocks(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(**asked(tools=TOOLS, thinking=THINKING))
+def test_blocks(claude: anthropic.Anthropic) -> None:
+    message = claude.messages.create(**asked(tools=TOOLS, thinking=THINKING))
     thinking, text, *calls = message.content
     assert thinking.type == "thinking" and thinking.thinking == "Hm." and thinking.signature
     assert text.type == "text" and text.text == "I add."
     assert [call.type == "tool_use" and (call.name, call.input) for call in calls] == [("add", {"a": 1})] * 2
     assert len({call.id for call in calls if call.type == "tool_use"}) == 2
     assert (message.stop_reason, message.stop_sequence, message.model) == ("tool_use", None, "tiny")
-    with client.messages.stream(**asked(tools=TOOLS, thinking=THINKING)) as stream:
+    with claude.messages.stream(**asked(tools=TOOLS, thinking=THINKING)) as stream:
         again = stream.get_final_message()
     for one, other in zip(message.content, again.content, strict=True):
         ids = {"id", "signature"}
@@ -134,21 +115,21 @@ def test_events(server: Running) -> None:
     ]
 
 
-def test_stop_reasons(client: anthropic.Anthropic) -> None:
-    assert client.messages.create(**asked("Yes.")).stop_reason == "end_turn"
-    assert client.messages.create(**asked("Yes.", max_tokens=1)).stop_reason == "max_tokens"
-    message = client.messages.create(**asked("Yes, sir.", stop_sequences=["no", ", s"]))
+def test_stop_reasons(claude: anthropic.Anthropic) -> None:
+    assert claude.messages.create(**asked("Yes.")).stop_reason == "end_turn"
+    assert claude.messages.create(**asked("Yes.", max_tokens=1)).stop_reason == "max_tokens"
+    message = claude.messages.create(**asked("Yes, sir.", stop_sequences=["no", ", s"]))
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", ", s")
     assert message.content[0].type == "text" and message.content[0].text == "Yes"
-    with client.messages.stream(**asked("Yes, sir.", stop_sequences=["no", ", s"])) as stream:
+    with claude.messages.stream(**asked("Yes, sir.", stop_sequences=["no", ", s"])) as stream:
         again = stream.get_final_message()
     assert (again.stop_reason, again.stop_sequence) == ("stop_sequence", ", s")
 
 
-def test_arguments_that_were_cut_off(server: Running, client: anthropic.Anthropic) -> None:
+def test_arguments_that_were_cut_off(server: Running, claude: anthropic.Anthropic) -> None:
     """A message that is not streamed holds them in Anthropic's form of arguments that are not JSON."""
     count = len(server.llm.engine.tokenizer.encode(CALL[: CALL.index("1}}")], add_special_tokens=False))
-    message = client.messages.create(**asked(CALL, tools=TOOLS, max_tokens=count))
+    message = claude.messages.create(**asked(CALL, tools=TOOLS, max_tokens=count))
     (block,) = message.content
     assert block.type == "tool_use" and message.stop_reason == "max_tokens"
     cut = block.input["INVALID_JSON"]
@@ -166,16 +147,16 @@ def test_strict_tools(server: Running) -> None:
     assert wanted is not None and wanted.grammar is not None and "<tool_call>" in wanted.grammar
 
 
-def test_usage_tells_cached_tokens_apart(client: anthropic.Anthropic) -> None:
+def test_usage_tells_cached_tokens_apart(claude: anthropic.Anthropic) -> None:
     text = "The same again. " * 20
     for _ in range(2):
-        usage = client.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": text}]).usage
-    counted = client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": text}]).input_tokens
+        usage = claude.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": text}]).usage
+    counted = claude.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": text}]).input_tokens
     assert usage.cache_read_input_tokens and usage.cache_creation_input_tokens == 0 and usage.output_tokens == 1
     assert usage.input_tokens + usage.cache_read_input_tokens == counted
 
 
-def test_what_the_model_sees(server: Running, client: anthropic.Anthropic) -> None:
+def test_what_the_model_sees(server: Running, claude: anthropic.Anthropic) -> None:
     cached = {"type": "ephemeral"}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "One", "cache_control": cached}]},
@@ -201,27 +182,27 @@ def test_what_the_model_sees(server: Running, client: anthropic.Anthropic) -> No
     text = (
         "system: Be\nbrief; user: One; assistant: Two<tool_call>add 77; tool: 78; tool: Error: no; user: Three\nfour; "
     )
-    assert shown(server, client, messages=messages, system=system) == text + "assistant: "
+    assert shown(server, claude, messages=messages, system=system) == text + "assistant: "
     hello: Any = HELLO
-    assert shown(server, client, messages=hello, system="Be") == "system: Be; user: Hello; assistant: "
-    assert shown(server, client, messages=hello, tools=TOOLS) == "add stop user: Hello; assistant: "
-    assert shown(server, client, messages=hello, tools=TOOLS, tool_choice={"type": "none"}).startswith("user")
-    assert shown(server, client, messages=hello, thinking=THINKING).endswith("assistant: <think>\n")
-    assert shown(server, client, messages=hello, thinking={"type": "disabled"}).endswith("assistant: ")
+    assert shown(server, claude, messages=hello, system="Be") == "system: Be; user: Hello; assistant: "
+    assert shown(server, claude, messages=hello, tools=TOOLS) == "add stop user: Hello; assistant: "
+    assert shown(server, claude, messages=hello, tools=TOOLS, tool_choice={"type": "none"}).startswith("user")
+    assert shown(server, claude, messages=hello, thinking=THINKING).endswith("assistant: <think>\n")
+    assert shown(server, claude, messages=hello, thinking={"type": "disabled"}).endswith("assistant: ")
 
 
-def test_thinking_is_left_out(client: anthropic.Anthropic) -> None:
+def test_thinking_is_left_out(claude: anthropic.Anthropic) -> None:
     for thinking in (None, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}):
         keys: Any = {} if thinking is None else {"thinking": thinking}
-        (block,) = client.messages.create(**asked("<think>Hm.</think>Yes.", **keys)).content
+        (block,) = claude.messages.create(**asked("<think>Hm.</think>Yes.", **keys)).content
         assert block.type == "text" and block.text == "Yes."
-    kinds = [block.type for block in client.messages.create(**asked(MESSAGE, thinking={"type": "adaptive"})).content]
+    kinds = [block.type for block in claude.messages.create(**asked(MESSAGE, thinking={"type": "adaptive"})).content]
     assert kinds == ["thinking", "text"]  # without tools, calls are text
 
 
-def test_one_call_if_asked(client: anthropic.Anthropic) -> None:
+def test_one_call_if_asked(claude: anthropic.Anthropic) -> None:
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
-    content = client.messages.create(**asked(f"{CALL}\n{CALL}", tools=TOOLS, tool_choice=choice)).content
+    content = claude.messages.create(**asked(f"{CALL}\n{CALL}", tools=TOOLS, tool_choice=choice)).content
     assert [block.type for block in content] == ["tool_use"]
 
 
@@ -262,16 +243,16 @@ def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> 
     assert kinds == calls | {("auto", "text"), ("none", "text")}
 
 
-def test_an_answer_of_a_schema(client: anthropic.Anthropic) -> None:
+def test_an_answer_of_a_schema(claude: anthropic.Anthropic) -> None:
     schema = {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"], "additionalProperties": False}
     config: Any = {"format": {"type": "json_schema", "schema": schema}}
-    (block,) = client.messages.create(model="tiny", max_tokens=99, messages=HELLO, output_config=config).content  # type: ignore[arg-type]
+    (block,) = claude.messages.create(model="tiny", max_tokens=99, messages=HELLO, output_config=config).content  # type: ignore[arg-type]
     assert block.type == "text" and json.loads(block.text) == {"a": 3}
 
 
-def test_errors_have_anthropics_form(server: Running, client: anthropic.Anthropic) -> None:
+def test_errors_have_anthropics_form(server: Running, claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as found:
-        client.messages.create(model="other", max_tokens=1, messages=[{"role": "user", "content": "x"}])
+        claude.messages.create(model="other", max_tokens=1, messages=[{"role": "user", "content": "x"}])
     assert found.value.body == {
         "type": "error",
         "error": {"type": "not_found_error", "message": "there is no model 'other' here, only tiny"},
@@ -304,7 +285,7 @@ def test_a_server_that_ends_is_overloaded() -> None:
 
 
 def test_a_stream_that_fails() -> None:
-    with running(engine=tiny_engine("NaN")) as server:
+    with running(kind="NaN") as server:
         late = {"temperature": 1, "seed": 24, "ignore_eos": True}  # draws the token of NaN after hundreds of others
         answer = post(server, {"max_tokens": 4000, "stream": True, **late})
         first, *_, last = answer.body.decode().strip().split("\n\n")

@@ -14,17 +14,11 @@ from enginewright.runtime.sampling.structured_outputs import StructuredOutputsPa
 from enginewright.runtime.server import protocol
 from enginewright.runtime.server.protocol import MAX_CONTAINERS, SAMPLING, UNREAD
 from enginewright.runtime.server.wire import SHORT_BODY_BYTES, BodyReader
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Answer, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Answer, Running, tiny_engine
 
 # What no key may hold: numbers out of range, halves of surrogate pairs, bytes that are no UTF-8, what is no JSON.
 NO_VALUES = [b"1e999", b"-1e999", b"9" * 5000, b'"\\ud800"', b'"\\udc00x"', b'"\xff"', b'"\xc3"', b"[" * 3000, b"nul"]
 HOLE = "@@"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as opened:
-        yield opened
 
 
 def bodies() -> Iterator[tuple[str, Any]]:

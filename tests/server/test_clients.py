@@ -1,12 +1,11 @@
 """Bodies that clients send, as tests/server/requests/README.md describes them: each is answered."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.serving import Running, running, tiny_engine
+from tests.helpers.serving import Running
 
 FOLDER = Path(__file__).parent / "requests"
 LENGTHS = {"/v1/responses": "max_output_tokens"}  # the key that limits the tokens of an answer; elsewhere max_tokens
@@ -37,12 +36,7 @@ UNUSED: dict[str, set[str]] = {
         "tools[1] is not implemented: its type is web_search, not function",
     },
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine=tiny_engine("calls tools")) as opened:
-        yield opened
+SERVER = {"kind": "calls tools"}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))

@@ -24,12 +24,6 @@ LONG = {"ignore_eos": True, "max_tokens": 4000}  # takes seconds, if it is not a
 HEALTH = head_of("GET /health")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as opened:
-        yield opened
-
-
 def post_of(body: object) -> bytes:
     data = json.dumps(body).encode()
     return head_of(f"POST {COMPLETIONS}", JSON, f"Content-Length: {len(data)}") + data

@@ -1,18 +1,18 @@
 """Calls that `max_tokens` or a stop string cuts, and calls whose arguments JSON hardly has, in all three APIs."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from tests.helpers.serving import CHAT, HELLO, Running, exactly, running, tiny_engine
+from tests.helpers.serving import CHAT, HELLO, Running, exactly
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ODD = r'{"a": "\ud800", "b": NaN, "c": [-Infinity, 1e999], "d": 123456789012345678901234567890}'
 ODD_AS_JSON = ODD.replace("NaN", "null").replace("-Infinity", "null")
+SERVER = {"kind": "calls tools"}
 
 
 @dataclass
@@ -22,12 +22,6 @@ class Given:
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)  # the name and the arguments of each
     end: str | None = None  # why it ended, as a chat says it
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine=tiny_engine("calls tools")) as opened:
-        yield opened
 
 
 def chat(server: Running, text: str, stream: bool, **keys: Any) -> Given:

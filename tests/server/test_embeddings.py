@@ -17,7 +17,7 @@ DOCUMENTS = ["dog", "The capital of France is Paris.", "fox"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def encoder() -> Iterator[Running]:
     with running(engine=engine_of("bert", "mean", Bf16()), served_model_names=("tiny",)) as opened:
         yield opened
 
@@ -28,41 +28,41 @@ def cross_encoder() -> Iterator[Running]:
         yield opened
 
 
-def test_embeddings(server: Running) -> None:
+def test_embeddings(encoder: Running) -> None:
     """Texts and tokens, as numbers and as bytes; the same as by the library."""
     with LLM(engine_of("bert", "mean", Bf16()), threads=1) as llm:
         expected = [output.outputs.embedding for output in llm.embed(DOCUMENTS)]
         ids = [output.prompt_token_ids for output in llm.embed(DOCUMENTS)]
-    answer = server.post("/v1/embeddings", {"input": DOCUMENTS, "model": "tiny", "user": "me"}).json
+    answer = encoder.post("/v1/embeddings", {"input": DOCUMENTS, "model": "tiny", "user": "me"}).json
     assert (answer["object"], answer["model"], answer["id"][:5]) == ("list", "tiny", "embd-")
     assert [entry["embedding"] for entry in answer["data"]] == expected
     assert [(entry["index"], entry["object"]) for entry in answer["data"]] == [(n, "embedding") for n in range(3)]
     count = sum(map(len, ids))
     assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
-    by_tokens = server.post("/v1/embeddings", {"input": ids, "encoding_format": "float"}).json
+    by_tokens = encoder.post("/v1/embeddings", {"input": ids, "encoding_format": "float"}).json
     assert by_tokens["data"] == answer["data"]
-    (one,) = server.post("/v1/embeddings", {"input": ids[0], "encoding_format": "base64"}).json["data"]
+    (one,) = encoder.post("/v1/embeddings", {"input": ids[0], "encoding_format": "base64"}).json["data"]
     assert list(struct.unpack("<60f", b64decode(one["embedding"]))) == pytest.approx(expected[0], rel=1e-7)
-    (short,) = server.post("/v1/embeddings", {"input": "dog", "dimensions": 8, "prompt_name": "query"}).json["data"]
+    (short,) = encoder.post("/v1/embeddings", {"input": "dog", "dimensions": 8, "prompt_name": "query"}).json["data"]
     assert len(short["embedding"]) == 8
 
 
-def test_rerank(server: Running) -> None:
+def test_rerank(encoder: Running) -> None:
     asked = {"query": "fox", "documents": [*DOCUMENTS[:2], {"text": DOCUMENTS[2]}]}
-    whole = server.post("/v1/rerank", asked).json
+    whole = encoder.post("/v1/rerank", asked).json
     assert whole["results"][0]["index"] == 2
     scores = [result["relevance_score"] for result in whole["results"]]
     assert scores == sorted(scores, reverse=True) and scores[0] == pytest.approx(1)
     assert [result["document"]["text"] for result in whole["results"]] == [
         DOCUMENTS[result["index"]] for result in whole["results"]
     ]
-    best = server.post("/rerank", {**asked, "top_n": 1, "return_documents": False}).json
+    best = encoder.post("/rerank", {**asked, "top_n": 1, "return_documents": False}).json
     assert best["results"] == [{"index": 2, "relevance_score": scores[0]}]
     assert best["usage"]["total_tokens"] > 0
 
 
-def test_score(server: Running, cross_encoder: Running) -> None:
-    data = server.post("/v1/score", {"text_1": DOCUMENTS, "text_2": DOCUMENTS}).json["data"]
+def test_score(encoder: Running, cross_encoder: Running) -> None:
+    data = encoder.post("/v1/score", {"text_1": DOCUMENTS, "text_2": DOCUMENTS}).json["data"]
     assert [entry["score"] for entry in data] == pytest.approx([1, 1, 1])
     crossed = cross_encoder.post("/score", {"text_1": "fox", "text_2": DOCUMENTS}).json
     with LLM(engine_of("bert", "pair", Bf16()), threads=1) as llm:
@@ -118,8 +118,8 @@ def test_score(server: Running, cross_encoder: Running) -> None:
         ("completions", {"prompt": "a"}, None, "it is a model that gives a vector for a text"),
     ],
 )
-def test_refusals(server: Running, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
-    answer = server.post(f"/v1/{path}", body)
+def test_refusals(encoder: Running, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
+    answer = encoder.post(f"/v1/{path}", body)
     assert answer.status == 400, answer.body
     assert answer.error["param"] == param and message in answer.error["message"]
 
@@ -131,11 +131,11 @@ def test_an_engine_that_writes_refuses_texts() -> None:
             assert answer.status == 400 and "it writes text" in answer.error["message"]
 
 
-def test_other_requests_go_on(server: Running, cross_encoder: Running) -> None:
+def test_other_requests_go_on(encoder: Running, cross_encoder: Running) -> None:
     """Metrics, models, tokens; and a cross-encoder has no vectors."""
-    assert server.post("/tokenize", {"prompt": "fox"}).status == 200
-    assert b"enginewright" in server.ask("GET", "/metrics").body
-    assert server.ask("GET", "/health").status == 200
+    assert encoder.post("/tokenize", {"prompt": "fox"}).status == 200
+    assert b"enginewright" in encoder.ask("GET", "/metrics").body
+    assert encoder.ask("GET", "/health").status == 200
     refused = cross_encoder.post("/v1/embeddings", {"input": "a"})
     assert refused.status == 400 and "Use score" not in refused.error["message"]
     assert "it gives scores to pairs of texts" in refused.error["message"]

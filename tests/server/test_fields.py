@@ -15,7 +15,7 @@ from enginewright.runtime.server.keys import Kinds, Known
 from enginewright.runtime.server.protocol import TOOL_UNREAD
 from enginewright.runtime.server.responses_body import RESPONSES_KEYS, ResponsesBody
 from enginewright.runtime.server.tokenization import DetokenizeBody, TokenizeBody
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, running
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 # By path: what a body is read into, keys that it shares with a chat, and a body that is good.
@@ -38,12 +38,6 @@ TABLES: Mapping[str, Known] = {
     MESSAGES: MESSAGES_KEYS,
 }
 VALUES: Sequence[Any] = (True, 7, "x", [[0.5]], {"x": [0.5]})
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as opened:
-        yield opened
 
 
 def wrong_values(path: str) -> Iterator[tuple[str, Any]]:

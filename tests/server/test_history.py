@@ -1,6 +1,6 @@
 """The server accepts its own answers as history: in every API, whole and streamed, wherever the answer was cut."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.text.chat_template import ChatTemplate
-from tests.helpers.serving import CHAT, HELLO, Running, exactly, running, tiny_engine
+from tests.helpers.serving import CHAT, HELLO, Running, exactly
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 ARGUMENTS = '{"a": 1}'
@@ -34,6 +34,7 @@ CUTS = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 1}',
     f'{CALL}\n<tool_call>\n{{"name": "add", "arguments": {{"a": 1',
 )
+SERVER = {"kind": "shows all", "served_model_names": ("tiny",), "responses_store": 200}
 
 
 @dataclass(frozen=True)
@@ -57,24 +58,6 @@ CASES = [(ending, stream) for ending in ENDINGS for stream in (False, True)]
 SOME_CASES = [case for n, case in enumerate(CASES) if n % 4 in (0, 3)]  # each ending; tests/long has the others
 # Responses have no stop strings.
 RESPONSES, SOME_RESPONSES = ([case for case in some if case[0].reason != "stop string"] for some in (CASES, SOME_CASES))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine=tiny_engine("shows all"), served_model_names=("tiny",), responses_store=200) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def claude(server: Running) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0) as opened:
-        yield opened
 
 
 @pytest.fixture

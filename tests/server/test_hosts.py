@@ -1,6 +1,5 @@
 """The Host header: a page that points its own name at this machine is not answered (DNS rebinding)."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,12 +42,6 @@ def ask(server: Running, *hosts: str, request: str = "GET /health") -> Answer:
         connection.sendall("\r\n".join([f"{request} HTTP/1.1", "Connection: close", *headers, "", ""]).encode("latin1"))
         head, _, body = read_all(connection).partition(b"\r\n\r\n")
     return Answer(int(head.split()[1]), {}, body)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("host", OWN)

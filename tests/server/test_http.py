@@ -18,12 +18,7 @@ from tests.helpers.serving import CHAT, COMPLETIONS, Answer, Running, head_of, r
 MAX_BODY = 200_000
 JSON = "Content-Type: application/json"
 KEYS = ("the first of two", "key-2", "another one")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(max_body_bytes=MAX_BODY) as opened:
-        yield opened
+SERVER = {"max_body_bytes": MAX_BODY}
 
 
 @pytest.fixture(scope="module")

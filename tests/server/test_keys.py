@@ -16,7 +16,7 @@ from enginewright.runtime.server.completions import COMPLETION_KEYS
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.keys import MAX_NAME_CHARS, MAX_NAMED, Known, UnusedKeys, used_keys
 from enginewright.runtime.server.responses_body import RESPONSES_KEYS
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Answer, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Answer, Running, running
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 WARNING = "x-enginewright-warning"
@@ -30,17 +30,12 @@ GOOD: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5]},
 }
 FUNCTION = {"name": "add", "parameters": {"type": "object"}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine=tiny_engine("calls tools")) as opened:
-        yield opened
+SERVER = {"kind": "calls tools"}
 
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Running]:
-    with running(engine=tiny_engine("calls tools"), strict_keys=True) as opened:
+    with running(kind="calls tools", strict_keys=True) as opened:
         yield opened
 
 

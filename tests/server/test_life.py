@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection
@@ -40,12 +39,6 @@ from tests.helpers.serving import (
 
 LONG = {"ignore_eos": True, "max_tokens": 4000}  # takes seconds, if it is not aborted
 SLOW = {"max_num_seqs": 2, "enable_prefix_caching": False}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running() as opened:
-        yield opened
 
 
 def generated(server: Running) -> int:
@@ -173,7 +166,7 @@ def test_a_text_that_waits_counts_by_its_tokens() -> None:
 
 
 def test_nan_ends_one_request_and_no_other() -> None:
-    with running(engine=tiny_engine("NaN")) as server, ThreadPoolExecutor(4) as pool:
+    with running(kind="NaN") as server, ThreadPoolExecutor(4) as pool:
         others = {"ignore_eos": True, "logit_bias": {str(NAN_TOKEN): -100}, "max_tokens": 300}
         good = [pool.submit(server.post, COMPLETIONS, {"prompt": text, **others}) for text in "ab"]
         whole = server.post(COMPLETIONS, {"prompt": [5, NAN_TOKEN, 6]})

@@ -94,7 +94,7 @@ def test_nothing_of_prompts_answers_or_keys() -> None:
     secret = "Xyzzy"
     with (
         logged("debug") as lines,
-        running(engine=tiny_engine("fails at one message"), api_keys=(secret + "key",)) as server,
+        running(kind="fails at one message", api_keys=(secret + "key",)) as server,
     ):
         key = {"Authorization": f"Bearer {secret}key"}
         chat = {"messages": [{"role": "user", "content": secret}]}
@@ -178,7 +178,7 @@ def test_the_longest_request_id() -> None:
 
 
 def test_failures_are_warnings() -> None:
-    with logged("warning") as lines, running(engine=tiny_engine("NaN")) as server:
+    with logged("warning") as lines, running(kind="NaN") as server:
         server.complete("x", max_tokens=1)
         server.ask("GET", "/nothing")
         assert server.post(COMPLETIONS, {"prompt": [5, NAN_TOKEN, 6]}).status == 500

@@ -2,24 +2,16 @@
 
 import re
 import tomllib
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from urllib.parse import urljoin
-
-import pytest
 
 from tests.helpers.serving import Running, running
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for path in sorted((ROOT / "runtime/server/page").iterdir()) if path.suffix not in (".py", "")]
 MAX_BYTES = 80_000  # of all of them
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(api_keys=("key",)) as opened:
-        yield opened
+SERVER = {"api_keys": ("key",)}
 
 
 def path_of(file: Path) -> str:

@@ -1,7 +1,6 @@
 """Prompts in a server's answers: echo, log-probabilities, growing usage, and parts that clients put into messages."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,21 +11,10 @@ from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.devices import open_engine, open_executor
 from enginewright.runtime.sampling.parameters import SamplingParams
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, running, tiny_engine
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine
 
 PROMPT = [5, 77, 300, 2, 9, 11, 250, 43, 8, 8, 101]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine=tiny_engine("thinks")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(tiny_engine(), **LIMITS) as opened:
-        yield opened
+SERVER = {"kind": "thinks"}
 
 
 def reference(ids: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -129,7 +117,7 @@ def test_prompt_logprobs_in_vllms_form(server: Running) -> None:
 
 
 def test_nan_in_a_prompt_fails_its_answer_alone() -> None:
-    with running(engine=tiny_engine("NaN")) as server:
+    with running(kind="NaN") as server:
         answer = server.post(COMPLETIONS, {"prompt": [5, 300, 6], "prompt_logprobs": 1, "max_tokens": 2})
         assert answer.status == 500 and answer.error["code"] == "nan_logits"
         assert server.complete([5, 6], prompt_logprobs=1)["choices"][0]["finish_reason"] == "length"

@@ -1,7 +1,7 @@
 """Refusals of a server: always in OpenAI's form, with the name of the wrong parameter, and never with a 5xx."""
 
 import hmac
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
@@ -14,13 +14,9 @@ from enginewright.errors import EngineError
 from enginewright.runtime.server.protocol import SAMPLING, UNREAD
 from enginewright.runtime.text.tokenizer import Tokenizer
 from enginewright.runtime.text.worker_process import WorkerProcess
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, running, tiny_engine, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, running, wait_until
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(limits={"max_model_len": 300}) as opened:
-        yield opened
+SERVER = {"limits": {"max_model_len": 300}}
 
 
 # Keys that are added to a body with a good prompt, the param that the error must name, and its code.
@@ -246,7 +242,7 @@ def test_no_bytes_are_a_fault_of_the_server(server: Running, body: bytes) -> Non
 
 
 def test_a_template_that_fails_is_no_fault_of_the_server() -> None:
-    with running(engine=tiny_engine("fails at one message")) as server:
+    with running(kind="fails at one message") as server:
         error = refused(server, CHAT, {"messages": HELLO})
         assert error["param"] == "messages" and "jinja" not in error["message"].lower()
         assert server.chat(HELLO * 2)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -19,7 +18,7 @@ from enginewright.runtime.server.form import Choice, PromptPart
 from enginewright.runtime.server.responses_store import ResponseStore, StoredResponse
 from enginewright.runtime.text.messages.formats import new_parser
 from enginewright.runtime.text.messages.parser import joined
-from tests.helpers.serving import CHAT, HELLO, Answer, Running, exactly, running, tiny_engine
+from tests.helpers.serving import CHAT, HELLO, Answer, Running, exactly, running
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -41,27 +40,12 @@ REPLY = {
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 MESSAGE = f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    engine, keys = tiny_engine("calls tools"), ("key", "other")
-    with running(engine=engine, served_model_names=("tiny",), api_keys=keys, responses_store=8) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def at_once() -> Iterator[Running]:
-    """A server whose model does not reason."""
-    with running(engine=tiny_engine("calls tools at once")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    url = f"http://127.0.0.1:{server.port}/v1"
-    with openai.OpenAI(base_url=url, api_key="key", max_retries=0) as opened:
-        yield opened
+SERVER = {
+    "kind": "calls tools",
+    "served_model_names": ("tiny",),
+    "api_keys": ("key", "other"),
+    "responses_store": 8,
+}
 
 
 def asked(text: str = MESSAGE, **keys: Any) -> Any:
@@ -372,7 +356,7 @@ def test_what_the_model_sees(server: Running) -> None:
 
 def test_reasoning_goes_into_the_message_of_its_answer() -> None:
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]}
-    with running(engine=tiny_engine("thinks")) as server:
+    with running(kind="thinks") as server:
         items = [{"role": "user", "content": "Hi"}, thought, {"role": "assistant", "content": "Yes"}]
         assert shown(server, input=items) == "So.Hi"
         assert shown(server, input=items, reasoning={"effort": "none"}) == "So.Hino thinking"
@@ -465,7 +449,7 @@ def test_a_server_that_keeps_nothing() -> None:
 
 
 def test_a_stream_that_fails() -> None:
-    with running(engine=tiny_engine("NaN")) as server:
+    with running(kind="NaN") as server:
         late = {"temperature": 1, "seed": 24, "ignore_eos": True}  # draws the token of NaN after hundreds of others
         *_, last = events(post(server, {"max_output_tokens": 4000, "stream": True, **late}))
         assert last["type"] == "response.failed" and last["response"]["status"] == "failed"

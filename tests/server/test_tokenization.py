@@ -1,19 +1,14 @@
 """Token ids of texts and conversations, over HTTP."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from enginewright import __version__
 from enginewright.runtime.engine import Engine
-from tests.helpers.serving import HELLO, LENGTH, Running, running, tiny_engine
+from tests.helpers.serving import HELLO, LENGTH, Running, tiny_engine
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(served_model_names=("tiny",)) as opened:
-        yield opened
+SERVER = {"served_model_names": ("tiny",)}
 
 
 def test_a_text_and_back(server: Running) -> None:

@@ -1,7 +1,6 @@
 """Tools and reasoning over HTTP: what is shown to the model, and what its messages become."""
 
 import json
-from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -54,19 +53,7 @@ AGENT: dict[str, Any] = {
     "ignore_eos": False,
 }
 MESSAGE = f"<think>\nHm.\n</think>\n\nI add.\n{CALL}\n{CALL}"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine=tiny_engine("calls tools"), served_model_names=("tiny",)) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def at_once() -> Iterator[Running]:
-    """A server whose model does not reason."""
-    with running(engine=tiny_engine("calls tools at once")) as opened:
-        yield opened
+SERVER = {"kind": "calls tools", "served_model_names": ("tiny",)}
 
 
 def say(server: Running, text: str, **options: Any) -> Any:
@@ -322,12 +309,6 @@ def test_all_structures_leave_room_for_calls(at_once: Running) -> None:
     assert body.structure(tokenizer, [5]) == StructuredOutputsParams(**exactly("x"))
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(tiny_engine(), **LIMITS) as opened:
-        yield opened
-
-
 def test_inspect_says_how_a_model_writes_calls() -> None:
     written = "\n  messages   calls as of --tool-call-parser hermes, reasoning in <think>…</think>\n"
     assert written in describe(summarize(tiny_engine("calls tools")))
@@ -387,8 +368,7 @@ def test_a_batch_has_them_too(tmp_path: Path) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_openais_client(server: Running) -> None:
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+def test_openais_client(client: openai.OpenAI) -> None:
     wanted = {"structured_outputs": exactly(MESSAGE)}
     body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "max_tokens": 400}
     (choice,) = client.chat.completions.create(**body, extra_body=wanted).choices
@@ -505,7 +485,7 @@ def test_deep_parameters_are_no_error_of_ours(server: Running, depth: int) -> No
 
 
 def test_a_model_that_always_thinks() -> None:
-    with running(engine=tiny_engine("always thinks")) as server:
+    with running(kind="always thinks") as server:
         answer = server.post(CHAT, {"messages": HELLO, "reasoning_effort": "none"})
         assert (answer.status, answer.error["param"]) == (400, "reasoning_effort")
         assert "the model's chat template always lets it think" in answer.error["message"]
@@ -582,11 +562,11 @@ def test_a_model_without_tools_is_shown_them_as_text() -> None:
 
 
 def test_a_parser_by_name() -> None:
-    with running(engine=tiny_engine("calls tools"), tool_call_parser="glm") as server:
+    with running(kind="calls tools", tool_call_parser="glm") as server:
         call = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
         message = say(server, call, tools=TOOLS)["choices"][0]["message"]
         assert [one["function"] for one in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
-    with running(engine=tiny_engine("calls tools at once"), tool_call_parser="pythonic") as server:
+    with running(kind="calls tools at once", tool_call_parser="pythonic") as server:
         choice: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
         options = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "ignore_eos": False}
         (call,) = server.chat(**options, parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]

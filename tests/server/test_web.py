@@ -6,7 +6,7 @@ import signal
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from http.client import HTTPSConnection
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from tests.helpers.serving import COMPLETIONS, Running, process, running, wait_u
 
 SITE = "https://chat.example.com"
 QUESTION = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+SERVER = {"allowed_origins": (SITE,), "api_keys": ("secret",)}
 
 
 def certificate(folder: Path, name: str, *options: str) -> tuple[Path, Path]:
@@ -103,12 +104,6 @@ def test_files_that_are_no_certificate(tmp_path: Path) -> None:
             Tls(certfile, keyfile)
     with pytest.raises(UsageError, match="ssl_keyfile needs ssl_certfile"):
         ServerConfig(ssl_keyfile=key)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(allowed_origins=(SITE,), api_keys=("secret",)) as opened:
-        yield opened
 
 
 def cors_of(headers: object) -> dict[str, str]:

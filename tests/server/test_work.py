@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,23 +13,12 @@ from enginewright.errors import UsageError
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.core.request import Request
-from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Running, head_of, running, tiny_engine, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, head_of, running, wait_until
 
 PROMPT = "The capital of France is"
 Requests = dict[str, tuple[dict[str, Any], dict[str, str]]]  # bodies and headers by name
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "n": 20}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(limits={"max_num_seqs": 1}) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(tiny_engine(), **LIMITS) as opened:
-        yield opened
+SERVER = {"limits": {"max_num_seqs": 1}}
 
 
 def order(server: Running, requests: Requests, key: str = "") -> list[str]:
@@ -207,7 +196,7 @@ def test_who_leaves_gives_everything_back(server: Running) -> None:
 
 
 def test_numbers_that_are_none_fail_a_search() -> None:
-    with running(engine=tiny_engine("NaN")) as server:
+    with running(kind="NaN") as server:
         for options in ({"use_beam_search": True, "n": 3}, {"best_of": 3}):
             answer = server.post(COMPLETIONS, {"prompt": [5, 300, 6], **options})
             assert answer.status == 500 and answer.error["code"] == "nan_logits"
