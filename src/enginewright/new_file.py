@@ -21,7 +21,6 @@ import secrets
 import stat
 from pathlib import Path
 
-_O_TMPFILE = getattr(os, "O_TMPFILE", 0)  # Linux only
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _STEM_BYTES = 200  # of the final name, in a hidden name; file systems stop at 255
@@ -118,7 +117,7 @@ class NewFile:
         return earlier
 
     def _open(self, mode: int) -> None:
-        if _O_TMPFILE and self._open_unnamed(mode):
+        if hasattr(os, "O_TMPFILE") and self._open_unnamed(mode):  # Linux alone has it
             return
         for _ in range(_ATTEMPTS):
             self._hidden = self._new_name("building")
@@ -133,7 +132,7 @@ class NewFile:
 
     def _open_unnamed(self, mode: int) -> bool:
         try:
-            self._fd = os.open(".", _O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, dir_fd=self._folder)
+            self._fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, dir_fd=self._folder)
         except OSError as error:
             if error.errno in _NO_TMPFILE:
                 return False

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from enginewright import new_file
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.errors import EngineError
 from tests.helpers.small_engine_file import ABOUT, add_content, replaced, write_engine
@@ -65,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """True if temporary files have a name."""
     if request.param == "hidden":
-        monkeypatch.setattr(new_file, "_O_TMPFILE", 0)
+        monkeypatch.delattr(os, "O_TMPFILE")
     return bool(request.param == "hidden")
 
 
@@ -196,7 +195,7 @@ def test_a_disk_known_to_be_too_small(named: bool, folder: Path) -> None:
 
 def test_file_systems_without_links(folder: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without unnamed files, hard links and locks, an engine is built and replaced all the same."""
-    monkeypatch.setattr(new_file, "_O_TMPFILE", 0)
+    monkeypatch.delattr(os, "O_TMPFILE")
 
     def refuse(name: str, call: Callable[[], Any]) -> Any:
         if name in ("link", "flock"):
@@ -330,7 +329,7 @@ def test_another_build_takes_the_new_file_for_abandoned(
     folder: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its creation and its lock, that can happen."""
-    monkeypatch.setattr(new_file, "_O_TMPFILE", 0)
+    monkeypatch.delattr(os, "O_TMPFILE")
     before = contents(folder)
     taken: list[str] = []
 
@@ -422,7 +421,7 @@ def kill_everywhere(folder: Path, named: bool) -> None:
 def main() -> None:
     what, folder, named = sys.argv[1], Path(sys.argv[2]), bool(int(sys.argv[3]))
     if named:
-        new_file._O_TMPFILE = 0
+        del os.O_TMPFILE
     if what == "kill":
         return kill_everywhere(folder, named)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
