@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -310,11 +311,18 @@ def _template_notes(tokenizer: TokenizerFiles) -> list[str]:
     if tokenizer.chat_template is None:
         return []
     names = {name: tokenizer.config.get(name) or "" for name in SPECIAL_TOKENS}
+    why = _try_template(tokenizer.chat_template, msgspec.json.encode(names))
+    return [] if why is None else [f"no chats of one message: {why}"]
+
+
+@cache  # a trial takes a process, and most drafts have their model's template
+def _try_template(source: str, names: bytes) -> str | None:
+    """Renders one message by a template, with special tokens in JSON. Returns why it cannot, or None if it can."""
     try:
-        ChatTemplate(tokenizer.chat_template).render([{"role": "user", "content": "Hello"}], names)
+        ChatTemplate(source).render([{"role": "user", "content": "Hello"}], msgspec.json.decode(names))
     except EngineError as error:
-        return [f"no chats of one message: {error.what}: {error.why}"]
-    return []
+        return f"{error.what}: {error.why}"
+    return None
 
 
 def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes]:

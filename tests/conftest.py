@@ -7,18 +7,14 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from enginewright.builder import assembly
-from enginewright.builder.checkpoint.base import TokenizerFiles
-from enginewright.runtime.api.llm import LLM
-from enginewright.runtime.core import storage
-from enginewright.runtime.scheduler import stored
-from enginewright.runtime.speculation.speculator import Speculator
-from tests.helpers.serving import LIMITS, Running, running, tiny_engine
+# Fixtures import what they need: the first process of pytest-xdist imports this file, and runs no test.
+if TYPE_CHECKING:
+    from enginewright.runtime.api.llm import LLM
+    from tests.helpers.serving import Running
 
 # What builds of tests compile for GPUs is not the user's.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / "build/cache")
@@ -78,6 +74,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -seconds.get(name_of(item.path), float("inf")))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> "Iterator[None]":
+    """What is imported meanwhile stays, so the collector of cycles would find nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """All that was imported stays; the collector of cycles need not go through it again and again."""
     gc.collect()
@@ -86,21 +92,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # or extensions name at exit what they think is leaked
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _templates_are_tried_once() -> None:
-    """Most builds have the template of tiny models, whose trial takes a process of its own each time."""
-    notes = assembly._template_notes
-    known: dict[tuple[str | None, str], list[str]] = {}
-
-    def remembered(tokenizer: TokenizerFiles) -> list[str]:
-        key = tokenizer.chat_template, repr(sorted(tokenizer.config.items()))
-        if key not in known:
-            known[key] = notes(tokenizer)
-        return list(known[key])
-
-    assembly._template_notes = remembered
 
 
 @pytest.fixture(scope="session")
@@ -115,6 +106,9 @@ def smollm2_gguf(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the same model for transformers, with weights rounded to bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     folder = tmp_path_factory.mktemp("smollm2")
     config = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
@@ -127,29 +121,71 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny llama, which no test changes."""
+    from tests.helpers.tiny import tiny_checkpoint
+
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+
+
+@pytest.fixture(scope="session")
+def engine_path(checkpoint: Path) -> Path:
+    """The engine of `checkpoint` in bf16."""
+    from tests.helpers.engines import built
+
+    return built(checkpoint, "bf16")
+
+
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[Running]:
+def server(request: pytest.FixtureRequest) -> "Iterator[Running]":
     """A server of a tiny engine; a module that needs other arguments of `running` names them in its SERVER."""
+    from tests.helpers.serving import running
+
     with running(**getattr(request.module, "SERVER", {})) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm() -> "Iterator[LLM]":
     """The library with the engine and the limits that `server` has by default."""
+    from enginewright.runtime.api.llm import LLM
+    from tests.helpers.serving import LIMITS, tiny_engine
+
     with LLM(tiny_engine(), **LIMITS) as opened:
         yield opened
 
 
 @pytest.fixture
 def speculation_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes speculation pay on any machine: a token is worth more than the time to draft and to verify it."""
-    monkeypatch.setattr(Speculator, "_worth", lambda *_: 1e9)
-    monkeypatch.setattr(Speculator, "_is_read_for", lambda *_: True)
+    """Makes speculation pay on any machine: a step takes so long that any draft token is worth its time."""
+    from enginewright.runtime.speculation import methods
+    from enginewright.runtime.speculation.speculator import Speculator
+    from enginewright.runtime.step.step_cost import StepCost
+
+    class LongSteps(StepCost):
+        is_measured = True
+
+        def __init__(self) -> None:
+            self.fixed, self.of_token = 1e9, 0.0
+
+        def learn(self, tokens: float, seconds: float) -> None:
+            """Does nothing: these steps are not measured."""
+
+    def eager(proposer: Any, cost: StepCost, max_draft_tokens: int, max_step_tokens: int) -> Speculator:
+        return Speculator(proposer, LongSteps(), max_draft_tokens, max_step_tokens)
+
+    monkeypatch.setattr(methods, "Speculator", eager)
 
 
 @pytest.fixture
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes reading from disk pay on any machine, although tiny models are computed faster than their KV is read."""
-    monkeypatch.setattr(storage, "_prompt_s", lambda *_: None)
+
+    from enginewright.runtime.scheduler import scheduler, stored
+
+    def patient(cache: Any, prefixes: Any, store: Any, memory: Any, seconds: Any) -> stored.StoredPrefixes:
+        return stored.StoredPrefixes(cache, prefixes, store, memory, lambda *_: None)
+
+    monkeypatch.setattr(scheduler, "StoredPrefixes", patient)
     monkeypatch.setattr(stored, "LONGEST_S", 60.0)

@@ -3,10 +3,11 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,9 @@ from enginewright.runtime.core.outputs import CompletionOutput, Delta, RequestOu
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import RequestOutputKind, SamplingParams
 from enginewright.runtime.step.inputs import StepInputs
-from tests.helpers.engines import built
-from tests.helpers.tiny import tiny_checkpoint
+from tests.api.conftest import LIMITS
+from tests.helpers.engines import built_tiny
 
-LIMITS = {"max_model_len": 200, "max_num_seqs": 6, "max_num_batched_tokens": 24, "threads": 1}
-LIMITS["kv_cache_memory"] = 1 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=150)
 WAIT_S = 30  # for what takes milliseconds
@@ -31,11 +30,8 @@ Read = tuple[str, list[int], str | None]  # text, tokens and finish_reason of a 
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    # A tied tiny model repeats itself whatever it sees.
-    checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("async"), request.param, tie_word_embeddings=False)
-    with Engine.open(built(checkpoint, "bf16")) as opened:
-        yield opened
+def path(request: pytest.FixtureRequest) -> Path:
+    return built_tiny(request.param, tie_word_embeddings=False)
 
 
 def lone(engine: Engine, prompts: list[Any], params: list[SamplingParams]) -> list[list[Read]]:

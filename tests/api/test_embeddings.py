@@ -34,7 +34,7 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from tests import tolerances
-from tests.helpers.engines import folder_of_engines
+from tests.helpers.engines import built_tiny, folder_of_engines
 from tests.helpers.graphs import relative_error
 from tests.helpers.tiny import ENCODERS, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
@@ -181,10 +181,8 @@ def test_what_an_embedding_engine_refuses(ask: Any, message: str) -> None:
         ask(llm)
 
 
-def test_an_engine_that_writes_refuses_texts(tmp_path: Path) -> None:
-    config = tiny_config("llama")
-    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(gate=None), tmp_path / "tiny.engine")
-    with LLM(tmp_path / "tiny.engine", threads=1, max_model_len=64) as llm:
+def test_an_engine_that_writes_refuses_texts() -> None:
+    with LLM(built_tiny("llama"), threads=1, max_model_len=64) as llm:
         for ask in (lambda: llm.embed("fox"), lambda: llm.score("fox", "dog")):
             with pytest.raises(UsageError, match="it writes text"):
                 ask()

@@ -1,7 +1,6 @@
 """`LLM` and its answers under vLLM's names: what a script that was written for vLLM expects."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,40 +13,23 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import UsageError
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.core.engine_core import EngineCore
-from enginewright.runtime.core.outputs import RequestOutput
 from enginewright.runtime.core.prompts import Conversation
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.text.tokenizer import Tokenizer
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.api.conftest import LIMITS
+from tests.helpers.llm import tokens_of
+from tests.helpers.tiny import MemoryCheckpoint
 
-LIMITS = {"max_model_len": 200, "max_num_seqs": 6, "max_num_batched_tokens": 24, "threads": 1}
-LIMITS["kv_cache_memory"] = 1 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = tiny_config("llama", tie_word_embeddings=False)  # a tied tiny model repeats itself whatever it sees
+    # A tied tiny model repeats itself whatever it sees.
     generation = {"eos_token_id": [1, 2], "do_sample": True, "temperature": 0.7, "top_k": 20}
-    checkpoint = replace(MemoryCheckpoint.of(tiny_model(config), config), generation_config=generation)
+    checkpoint = replace(MemoryCheckpoint.tiny("llama", tie_word_embeddings=False), generation_config=generation)
     build_engine(checkpoint, BuildConfig(), path := tmp_path_factory.mktemp("llm") / "tiny.engine")
     return path
-
-
-@pytest.fixture(scope="module")
-def engine(path: Path) -> Iterator[Engine]:
-    with Engine.open(path) as opened:
-        yield opened
-
-
-@pytest.fixture
-def llm(engine: Engine) -> Iterator[LLM]:
-    with LLM(engine, **LIMITS) as opened:
-        yield opened
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
 def test_a_script_written_for_vllm(path: Path) -> None:

@@ -2,8 +2,7 @@
 
 import gc
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,35 +13,16 @@ import pytest
 
 from enginewright import LLM, SamplingParams
 from enginewright.errors import EngineDeadError, NotEnoughMemoryError
-from enginewright.runtime.core.outputs import Delta, RequestOutput
+from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.step.inputs import StepInputs
-from tests.helpers.engines import built
-from tests.helpers.tiny import tiny_checkpoint
+from tests.api.conftest import LIMITS
+from tests.helpers.llm import is_idle, tokens_of
+from tests.helpers.serving import wait_until
 
-LIMITS = {"max_model_len": 200, "max_num_seqs": 6, "max_num_batched_tokens": 24, "threads": 1}
-LIMITS["kv_cache_memory"] = 1 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=190)
 WAIT_S = 30  # for what takes milliseconds; a test that waits so long has found that something never comes
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # A tied tiny model repeats itself whatever it sees.
-    return built(tiny_checkpoint(tmp_path_factory.mktemp("life"), "llama", tie_word_embeddings=False), "bf16")
-
-
-@pytest.fixture(scope="module")
-def engine(path: Path) -> Iterator[Engine]:
-    with Engine.open(path) as opened:
-        yield opened
-
-
-@pytest.fixture
-def llm(engine: Engine) -> Iterator[LLM]:
-    with LLM(engine, **LIMITS) as opened:
-        yield opened
 
 
 class Gate:
@@ -50,14 +30,14 @@ class Gate:
 
     def __init__(self, llm: LLM) -> None:
         self._may, self._open, self.waits = threading.Semaphore(0), False, threading.Event()
-        self._run = llm._core.executor.run
+        self.step = llm._core.executor.run
         llm._core.executor.run = self  # type: ignore[method-assign]
 
     def __call__(self, inputs: StepInputs) -> Any:
         if not self._open:
             self.waits.set()
             assert self._may.acquire(timeout=WAIT_S)
-        return self._run(inputs)
+        return self.step(inputs)
 
     def let(self, steps: int) -> None:
         self._may.release(steps)
@@ -91,24 +71,8 @@ def outcome(call: Callable[[], Any]) -> Any:
     return begun(call)()
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def all_back(llm: LLM) -> bool:
-    stats = llm.stats()
-    return (stats.num_running, stats.num_waiting, stats.num_waiting_tokens, stats.kv_usage) == (0, 0, 0, 0.0)
-
-
 def texts_and_tokens(deltas: list[Delta]) -> tuple[str, list[int]]:
     return "".join(delta.text for delta in deltas), [token.token for delta in deltas for token in delta.tokens]
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
 def test_many_threads_ask_at_once(engine: Engine, llm: LLM) -> None:
@@ -131,7 +95,7 @@ def test_many_threads_ask_at_once(engine: Engine, llm: LLM) -> None:
         for _ in range(2):  # the second time, from the prefix cache
             found = [one for each in pool.map(ask, range(8)) for one in each]
             assert found == [(one.text, one.token_ids) for one in expected]
-    wait_until(lambda: all_back(llm))
+    wait_until(lambda: is_idle(llm))
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -144,7 +108,7 @@ def test_a_stream_that_is_closed_is_over(llm: LLM, choices: int) -> None:
     stream.close()
     assert next(stream, None) is None
     gate.open()
-    wait_until(lambda: all_back(llm))
+    wait_until(lambda: is_idle(llm))
     assert llm.stats().generated_tokens < 60
 
 
@@ -159,7 +123,7 @@ def test_an_interrupt_ends_all_of_a_batch(llm: LLM) -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5 + n] * 20 for n in range(30)], replace(LONG, max_tokens=100, n=2), on_progress=interrupt)
     assert len(texts_and_tokens(list(other))[1]) == 150
-    wait_until(lambda: all_back(llm))
+    wait_until(lambda: is_idle(llm))
     assert llm.stats().generated_tokens < 2000
 
 
@@ -263,7 +227,7 @@ def test_a_fault_in_one_request_is_its_own(llm: LLM, caplog: pytest.LogCaptureFi
     siblings = llm.generate([9, 9, 9], replace(GREEDY, n=2))[0].outputs
     assert [choice.finish_reason for choice in siblings] == ["length", "error"], "the other choice goes on"
     assert tokens_of(llm.generate([5], GREEDY)) == expected[:1]
-    wait_until(lambda: all_back(llm))
+    wait_until(lambda: is_idle(llm))
 
 
 def test_everybody_hears_of_an_engine_that_dies(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -278,7 +242,7 @@ def test_everybody_hears_of_an_engine_that_dies(engine: Engine, caplog: pytest.L
     def breaks(inputs: StepInputs) -> None:
         raise MemoryError("out of it")
 
-    gate._run = breaks  # type: ignore[assignment]
+    gate.step = breaks
     gate.open()
     assert all(delta.finish_reason is None for delta in deltas)
     waiting = [batch(), outcome(lambda: list(stream)), outcome(lambda: list(waits))]

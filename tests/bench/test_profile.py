@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from enginewright import _cpu
-from enginewright.cli import main
 from enginewright.manifest import WEIGHTS
 from enginewright.plan import WeightOperand
 from enginewright.runtime.config import RuntimeConfig
@@ -30,6 +28,7 @@ from enginewright_bench.profile import (
 )
 from enginewright_bench.report import describe_profile
 from enginewright_bench.roofline import read_buffer
+from tests.helpers.command import run_engine
 from tests.helpers.engines import built
 from tests.helpers.scheduler_watch import sequence_of
 from tests.helpers.tiny import tiny_checkpoint
@@ -243,14 +242,10 @@ def test_options_name_the_points(options: tuple[Any, Any, Any], points: list[Poi
     assert profile_config(*options, rounds=1).points == points
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
-
-
 def test_a_table_on_stderr_or_one_json_object_on_stdout(engines: Mapping[str, Path]) -> None:
     engine = engines["gemma int8-wo"]
     options = (engine, "--prefill", 40, "--batch", 2, "--depth", 0, "--rounds", 1, "--threads", 1)
-    text = run("--profile", *options)
+    text = run_engine("bench", "--profile", *options)
     assert text.exit_code == 0 and text.stdout == "", text.output
     lines = text.stderr.splitlines()
     assert lines[0].startswith("tiny-gemma3_text (") and f"; {_cpu.isa_names()[0]}, 1 thread" in lines[1]
@@ -261,7 +256,7 @@ def test_a_table_on_stderr_or_one_json_object_on_stdout(engines: Mapping[str, Pa
     assert sum(line.startswith("outside of kernels") for line in lines) == 2
     assert [line.split()[-1] for line in lines if line.startswith("step ")] == ["100.0%"] * 2
 
-    found = json.loads(run("profile", *options, "--json").stdout)
+    found = json.loads(run_engine("bench", "profile", *options, "--json").stdout)
     assert found["engine"]["isa"] == _cpu.isa_names()[0] and found["engine"]["recipe"]["quant"] == "int8-wo"
     assert str(engine.parent) not in json.dumps(found)
     prefill, decode = found["steps"]
@@ -281,7 +276,7 @@ def test_a_table_on_stderr_or_one_json_object_on_stdout(engines: Mapping[str, Pa
     ],
 )
 def test_what_cannot_be_profiled_is_said(engines: Mapping[str, Path], options: tuple[Any, ...], piece: str) -> None:
-    result = run("profile", engines["llama bf16"], *options)
+    result = run_engine("bench", "profile", engines["llama bf16"], *options)
     assert result.exit_code == 2 and piece in result.stderr and "Traceback" not in result.stderr
 
 

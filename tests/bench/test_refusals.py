@@ -1,6 +1,5 @@
 """Refusals of `engine bench serve` before anything is measured: each error says what is wrong, why and what to do."""
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from enginewright_bench.plot import check_plot
 from enginewright_bench.serving import OTHER_FILES, ServeConfig, ServeReport, run_serve
 from enginewright_bench.workload import Lengths, WorkloadConfig
 from tests.helpers.bench_server import BenchServer, Say
+from tests.helpers.serving import free_port
 
 WORK = WorkloadConfig(num_prompts=6, input_len=Lengths(5, 5), output_len=Lengths(4, 4))
 
@@ -24,16 +24,9 @@ def run(server: BenchServer, **options: Any) -> ServeReport:
     return run_serve(ServeConfig(server.url, WORK, **{"warm_up": 0} | options))
 
 
-def closed_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize("options", [{}, {"model": "tiny", "warm_up": 1}])
 def test_a_server_that_is_not_there(options: dict[str, Any]) -> None:
-    url = f"http://127.0.0.1:{closed_port()}"
+    url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineError) as caught:
         run_serve(ServeConfig(url, WORK, **options))
     assert url.removeprefix("http://") in str(caught.value) and "--base-url" in caught.value.fix
@@ -71,7 +64,7 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port()}")
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     with BenchServer() as server:
         assert run(server).figures.done == 6
 

@@ -64,8 +64,7 @@ SOME = [each for n, each in enumerate(EACH) if (n + n // len(QUANTS)) % 3 == 0] 
 
 @pytest.mark.parametrize("quant", [quant for quant in QUANTS if not quant.calibrated], ids=lambda quant: quant.name)
 def test_a_build_reads_each_tensor_once(quant: QuantConfig, tmp_path: Path) -> None:
-    config = tiny_config("llama", **BIASES)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama", **BIASES)
     build_engine(checkpoint, BuildConfig(quant=quant, gate=None), tmp_path / "tiny.engine")
     assert sorted(checkpoint.reads) == sorted(checkpoint.tensors)
 
@@ -141,23 +140,20 @@ def test_an_unknown_model_type_names_the_nearest(tmp_path: Path) -> None:
 
 
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
-    config = tiny_config("llama")
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama")
     with pytest.raises(UsageError, match="512 positions"):
         build_engine(checkpoint, BuildConfig(max_seq_len=513), tmp_path / "x.engine")
 
 
 @pytest.mark.parametrize("length", [1, 39])
 def test_an_engine_may_be_shorter_than_its_goldens(length: int, tmp_path: Path) -> None:
-    config = tiny_config("llama")
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama")
     build_engine(checkpoint, BuildConfig(max_seq_len=length), tmp_path / "x.engine")
     assert verify(tmp_path / "x.engine", goldens=True)["goldens"] == "right"
 
 
 def test_goldens_take_no_memory_for_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config("llama", max_position_embeddings=1 << 20)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama", max_position_embeddings=1 << 20)
     monkeypatch.setattr("enginewright.runtime.device.memory_plan.free_memory", lambda: 1 << 26)
     build_engine(checkpoint, BuildConfig(), tmp_path / "x.engine")
     assert verify(tmp_path / "x.engine", goldens=True)["goldens"] == "right"
@@ -170,8 +166,7 @@ FAULTY_CALLS = ("write", "pwrite", "pwritev", "fsync", "fdatasync", "rename", "r
 
 def test_every_system_call_of_a_build_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each write, sync and rename of a build fails in turn; the folder is then as it was, an earlier engine too."""
-    config = tiny_config("llama", num_hidden_layers=1)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama", num_hidden_layers=1)
     path = tmp_path / "x.engine"
     path.write_bytes(b"an earlier engine")
     calls = 0

@@ -18,13 +18,12 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.passes.quant import W8A8, Int4Gptq, Int8Sq, QuantConfig
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.text.tokenizer import Tokenizer
-from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> MemoryCheckpoint:
-    config = tiny_config("llama", tie_word_embeddings=False)
-    return MemoryCheckpoint.of(tiny_model(config), config)
+    return MemoryCheckpoint.tiny("llama", tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +225,7 @@ def test_a_model_writes_its_own_text_alike_on_any_number_of_threads(
 
 
 def test_a_model_of_few_positions_writes_short_texts(tmp_path: Path) -> None:
-    config = tiny_config("qwen3", max_position_embeddings=41)
-    made = calibration(MemoryCheckpoint.of(tiny_model(config), config), tmp_path, size=5)
+    made = calibration(MemoryCheckpoint.tiny("qwen3", max_position_embeddings=41), tmp_path, size=5)
     assert [len(text) for text in made.texts] == [41] * 5
 
 
@@ -273,8 +271,7 @@ def test_whatever_fails_while_the_model_writes_nothing_is_left(
 
 
 def test_a_model_whose_logits_are_no_numbers_cannot_write(tmp_path: Path) -> None:
-    config = tiny_config("llama")
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama")
     checkpoint.stored["model.norm.weight"][:] = float("nan")
     with pytest.raises(EngineError, match="its logits are not numbers"):
         calibration(checkpoint, tmp_path, size=2)

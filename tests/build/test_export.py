@@ -15,14 +15,13 @@ from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UsageError
 from tests import tolerances
 from tests.helpers.onnx_run import run
-from tests.helpers.tiny import OF_EACH_BLOCK, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import OF_EACH_BLOCK, MemoryCheckpoint
 
 TOKENS = np.arange(3, 20)[None] * 7
 
 
 def tiny_graph(family: str) -> ir.Model:
-    config = tiny_config(family)
-    return build_graph(MemoryCheckpoint.of(tiny_model(config), config))
+    return build_graph(MemoryCheckpoint.tiny(family))
 
 
 def feeds(graph: ir.Model, dtype: type[np.floating]) -> dict[str, np.ndarray]:
@@ -100,8 +99,7 @@ def test_positions_are_exact_in_fp16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("embed_limit_bytes", [1000, 1 << 30])
 def test_a_weight_beyond_fp16_is_named_and_nothing_is_left(tmp_path: Path, embed_limit_bytes: int) -> None:
-    config = tiny_config("llama")
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama")
     checkpoint.stored = {**checkpoint.stored, "lm_head.weight": torch.full((307, 48), 1e5)}
     graph = build_graph(checkpoint)
     with pytest.raises(EngineError, match=r"lm_head\.weight cannot be written in fp16"):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.build import build_engine
@@ -15,26 +14,17 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.forecast import BASE_BYTES, Forecast, forecast
 from enginewright.builder.gate import GateConfig
 from enginewright.builder.progress import Silent
-from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.new_file import NewFile
 from enginewright.passes.quant import METHODS, W8A8, Auto, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
 from tests.helpers import tiny_gguf
-from tests.helpers.tiny import OF_KERNELS, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["build", *map(str, arguments)])
+from tests.helpers.command import run_engine
+from tests.helpers.tiny import OF_KERNELS, MemoryCheckpoint
 
 
 def contents(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
 
 
 EXACT = [method() for method in METHODS if method is not Auto]  # whose sizes are predicted, and no more
@@ -52,8 +42,7 @@ def name_of(case: object) -> str:
 
 @pytest.mark.parametrize(("family", "quant"), SOME, ids=name_of)
 def test_a_build_does_what_was_said(family: str, quant: QuantConfig, tmp_path: Path) -> None:
-    config = tiny_config(family)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny(family)
     said = forecast(checkpoint, BuildConfig(quant=quant, gate=None), tmp_path / "x.engine", Silent())
     assert checkpoint.reads == [] and list(tmp_path.iterdir()) == []
     done = build_engine(checkpoint, BuildConfig(quant=quant, gate=None), tmp_path / "x.engine")
@@ -74,56 +63,58 @@ def test_a_build_does_what_was_said(family: str, quant: QuantConfig, tmp_path: P
         assert said.calibration == {key: done.calibration[key] for key in said.calibration}
 
 
-def test_the_command_says_it_and_touches_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_says_it_and_touches_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    before = contents(folder), contents(tmp_path)
-    result = run(folder, "--quant", "w8a8", "--dry_run")
+    before = contents(checkpoint), contents(tmp_path)
+    result = run_engine("build", checkpoint, "--quant", "w8a8", "--dry_run")
     assert result.exit_code == 0 and result.stdout == ""
     for piece in ("tiny-llama-w8a8.engine", " gemm_w8a8@1", "KiB i8", "on that disk", "in memory", "skipped  by"):
         assert piece in result.stderr
-    report = json.loads(run(folder, "--quant", "w8a8", "--dry-run", "--json").stdout)
+    report = json.loads(run_engine("build", checkpoint, "--quant", "w8a8", "--dry-run", "--json").stdout)
     assert report["targets"] == ["cpu"] and report["kernels"]["cpu"]["gemm_w8a8@1"] == 13
     assert report["disk_bytes"] == report["file_bytes"] and report["free_disk_bytes"] > 0
     assert report["refusals"]["round_in_producer"][0].endswith(" cannot quantize.")
-    assert (contents(folder), contents(tmp_path)) == before
-    assert json.loads(run(folder, "--quant", "w8a8", "--json").stdout)["path"] == report["output"]
+    assert (contents(checkpoint), contents(tmp_path)) == before
+    assert json.loads(run_engine("build", checkpoint, "--quant", "w8a8", "--json").stdout)["path"] == report["output"]
 
 
-def test_what_a_build_refuses_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_a_build_refuses_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.engine"
     for code, said, arguments in (
-        (2, "512 positions", (folder, "--max-seq-len", "513")),
-        (2, "--calib-size means nothing", (folder, "--calib-size", "3")),
-        (2, "there is no folder", (folder, "-o", tmp_path / "no" / "x.engine")),
-        (2, "--dump-graphs", (folder, "--dump-graphs", tmp_path / "graphs")),
+        (2, "512 positions", (checkpoint, "--max-seq-len", "513")),
+        (2, "--calib-size means nothing", (checkpoint, "--calib-size", "3")),
+        (2, "there is no folder", (checkpoint, "-o", tmp_path / "no" / "x.engine")),
+        (2, "--dump-graphs", (checkpoint, "--dump-graphs", tmp_path / "graphs")),
     ):
-        result = run("--dry-run", "-o", path, *arguments)
+        result = run_engine("build", "--dry-run", "-o", path, *arguments)
         assert result.exit_code == code and said in result.stderr, result.output
     odd = tmp_path / "odd"
-    shutil.copytree(folder, odd)
+    shutil.copytree(checkpoint, odd)
     (odd / "config.json").write_text((odd / "config.json").read_text().replace("{", '{"clip_qkv": 5,', 1))
-    result = run("--dry-run", odd)
+    result = run_engine("build", "--dry-run", odd)
     assert result.exit_code == 3 and "clip_qkv = 5" in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["odd"]
 
 
-def test_a_device_or_a_pipe_is_not_replaced(folder: Path, tmp_path: Path) -> None:
+def test_a_device_or_a_pipe_is_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for dry in ((), ("--dry-run",)):
-        result = run(folder, "-o", pipe, "--gate", "off", *dry)
+        result = run_engine("build", checkpoint, "-o", pipe, "--gate", "off", *dry)
         assert result.exit_code == 2 and "it is there, and is no file" in result.stderr
     assert pipe.is_fifo()
 
 
-def test_calibration_data_is_looked_at(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_data_is_looked_at(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
-    checkpoint = open_checkpoint(str(folder))
+    opened = open_checkpoint(str(checkpoint))
 
     def said(data: str | None) -> Forecast:
         config = BuildConfig(quant=Int8Sq(), calib_data=data, calib_size=4)
-        return forecast(checkpoint, config, tmp_path / "x.engine", Silent())
+        return forecast(opened, config, tmp_path / "x.engine", Silent())
 
     here, remote, own = said("x.txt"), said("owner/Texts"), said(None)
     assert here.calibration is not None and len(here.calibration["sha256"]) == 64
@@ -135,8 +126,7 @@ def test_calibration_data_is_looked_at(folder: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_draft_and_waiting_codes_take_their_space_on_the_disk(tmp_path: Path) -> None:
-    config = tiny_config("llama", tie_word_embeddings=False)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama", tie_word_embeddings=False)
 
     def said(quant: QuantConfig) -> Forecast:
         return forecast(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine", Silent())
@@ -149,9 +139,8 @@ def test_the_draft_and_waiting_codes_take_their_space_on_the_disk(tmp_path: Path
 
 @pytest.mark.parametrize(("activations", "kernel"), [("fp8", "gemm_fp8a8@1"), ("bf16", "gemm_fp8a16@1")])
 def test_each_family_of_targets_has_its_kernels(activations: str, kernel: str, tmp_path: Path) -> None:
-    config = tiny_config("llama")
     wanted = BuildConfig(quant=Fp8(fp8_activations=activations), targets=("cpu", "cuda:sm_90a"))
-    said = forecast(MemoryCheckpoint.of(tiny_model(config), config), wanted, tmp_path / "x.engine", Silent())
+    said = forecast(MemoryCheckpoint.tiny("llama"), wanted, tmp_path / "x.engine", Silent())
     products = {family: {name for name in kernels if "fp8" in name} for family, kernels in said.kernels.items()}
     assert products == {"cpu": {"gemm_fp8a16@1"}, "cuda": {kernel}}
     assert said.recipe["fp8_activations"] == activations
@@ -159,8 +148,7 @@ def test_each_family_of_targets_has_its_kernels(activations: str, kernel: str, t
 
 @pytest.mark.parametrize("bits", ["5.1", "15"])
 def test_mixed_formats_are_predicted_by_their_size(bits: str, tmp_path: Path) -> None:
-    config = tiny_config("llama", hidden_size=96, intermediate_size=160)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama", hidden_size=96, intermediate_size=160)
     build = BuildConfig(quant=Auto(bits=bits), calib_size=4, gate=None)
     said = forecast(checkpoint, build, tmp_path / "x.engine", Silent())
     assert checkpoint.reads == []
@@ -178,8 +166,7 @@ class Phases(Silent):
 
 
 def test_what_a_plan_tells_is_refused_before_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config("llama", tie_word_embeddings=True)
-    checkpoint, path, phases = MemoryCheckpoint.of(tiny_model(config), config), tmp_path / "x.engine", Phases()
+    checkpoint, path, phases = MemoryCheckpoint.tiny("llama", tie_word_embeddings=True), tmp_path / "x.engine", Phases()
     for build, said in (
         (BuildConfig(quant=Auto(bits="4.01")), r"(?s)--bits 4\.01 .*takes 4\.\d+ bits a weight.*Use 4\.\d\d or more"),
         (BuildConfig(quant=Int8Sq(), max_seq_len=513), "512 positions"),

@@ -22,7 +22,7 @@ from enginewright.runtime.engine import Engine
 from tests import tolerances
 from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
 from tests.helpers.ragged import RaggedRun
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 CALIBRATION = "The quick brown fox jumps over the lazy dog, and what is the capital of France? Paris, it answers.\n" * 8
 
@@ -96,8 +96,10 @@ def test_so_it_does_with_other_scales_of_fp8(
     scales: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that weights do not fill, and that end inside q, k, v, gate and up."""
-    config = tiny_config(family, hidden_size=180, intermediate_size=300, head_dim=30)
-    checkpoint, quant = MemoryCheckpoint.of(tiny_model(config), config), Fp8(fp8_scales=scales)
+    checkpoint, quant = (
+        MemoryCheckpoint.tiny(family, hidden_size=180, intermediate_size=300, head_dim=30),
+        Fp8(fp8_scales=scales),
+    )
     error = difference(checkpoint, quant, random_tokens(53, seed=1).tolist(), tmp_path, monkeypatch)
     assert error < bound(Fp8)
 

@@ -18,9 +18,9 @@ from enginewright.cli import main
 from enginewright.errors import EngineError
 from enginewright.passes.quant import Int8Wo
 from tests import tolerances
+from tests.build.test_quantized_builds import build, error_of
 from tests.helpers.quantized import AWQ, FP8, GPTQ, Tiny, compressed, mixed, tiny_case
 from tests.helpers.tiny import tiny_checkpoint
-from tests.build.test_quantized_builds import build, error_of
 
 
 def written(folder: Path, tiny: Tiny) -> Path:

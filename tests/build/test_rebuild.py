@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from enginewright.builder.progress import Silent
 from enginewright.builder.rebuild import rebuild
-from enginewright.cli import main
 from enginewright.engine_file import EngineFile
+from tests.helpers.command import run_engine
 from tests.helpers.eagle import with_eagle
 from tests.helpers.engines import copied
 from tests.helpers.quantized import tiny_case
@@ -23,26 +22,22 @@ from tests.helpers.tiny_gguf import write_model
 WEIGHTS = "tiny-llama/model.safetensors"
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments)])
-
-
 def built(checkpoint: Path, engine: Path, *options: object) -> Path:
-    result = run("build", checkpoint, "-o", engine, *(options or ("--gate", "off")))
+    result = run_engine("build", checkpoint, "-o", engine, *(options or ("--gate", "off")))
     assert result.exit_code == 0, result.stderr
     return engine
 
 
 def refused(code: int, *arguments: object) -> str:
     """The error of a command that fails without a traceback."""
-    result = run("rebuild", *arguments)
+    result = run_engine("rebuild", *arguments)
     assert result.exit_code == code and isinstance(result.exception, SystemExit), (result.output, result.exception)
     return " ".join(result.stderr.split())
 
 
 def remade(*arguments: object) -> dict[str, Any]:
     """A report on the same bytes."""
-    result = run("rebuild", *arguments, "--json")
+    result = run_engine("rebuild", *arguments, "--json")
     assert result.exit_code == 0, result.output
     report: dict[str, Any] = json.loads(result.stdout)
     assert report["same"] and not report["recipe"] and not report["sources"] and not report["sections"]
@@ -65,7 +60,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 def test_the_same(folder: Path) -> None:
-    result = run("rebuild", folder / "x.engine")
+    result = run_engine("rebuild", folder / "x.engine")
     assert result.exit_code == 0
     assert "content   the same: sha256:" in result.stdout and "file      the same, byte for byte" in result.stdout
     assert sorted(path.name for path in folder.iterdir()) == ["tiny-llama", "x.engine"], "nothing is left"
@@ -121,7 +116,7 @@ def test_inputs_that_have_changed(folder: Path) -> None:
 def test_an_engine_that_is_not_of_its_inputs(folder: Path) -> None:
     """The engine's hashes are right, and its manifest names another one's inputs, so that only a build can tell."""
     copied(folder / "x.engine", folder / "y.engine", {"chat_template": b"{{ 'do as I say' }}"})
-    result = run("rebuild", folder / "y.engine")
+    result = run_engine("rebuild", folder / "y.engine")
     assert result.exit_code == 1 and "content   different" in result.stdout
     assert "chat_template: nbytes" in result.stdout and "file      different" in result.stdout
 
@@ -131,7 +126,7 @@ def test_evidence_alone(folder: Path) -> None:
         goldens = json.loads(file.read_section("goldens"))
     goldens["entries"] = goldens["entries"][:1]
     changed = copied(folder / "x.engine", folder / "y.engine", {"goldens": json.dumps(goldens).encode()})
-    result = run("rebuild", changed)
+    result = run_engine("rebuild", changed)
     assert result.exit_code == 0 and "file      differs in its evidence only" in result.stdout
 
 

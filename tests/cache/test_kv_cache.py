@@ -7,17 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginewright.plan import PagedCache, Plane
+from enginewright.plan import PagedCache
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.paged import BlockTable, blocks_of
 from enginewright.runtime.cache.pool import Pool
-
-PLANES = (Plane("key", 1, 8, "bf16", 16), Plane("value", 1, 8, "bf16", 16))
-
-
-def group(window: int, block_size: int = 4, kept_tokens: int = 0) -> PagedCache:
-    return PagedCache((0,), PLANES, block_size, window, kept_tokens)
+from tests.helpers.scheduler_watch import group
 
 
 def seen_blocks(kv: PagedCache, first: int, end: int) -> set[int]:

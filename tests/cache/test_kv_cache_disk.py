@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -19,7 +18,6 @@ import pytest
 from numpy.typing import NDArray
 
 from enginewright import LLM
-from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError, UsageError
 from enginewright.plan import PagedCache, Plane
 from enginewright.runtime.api.vllm_options import runtime_config
@@ -39,6 +37,7 @@ from enginewright.runtime.scheduler import stored
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.step.sequence import TokenSequence
 from tests.emulator.device import EmulatedDevice
+from tests.helpers.engines import built_tiny
 from tests.helpers.kv_cache_disk import (
     FAMILIES,
     FEW,
@@ -57,7 +56,6 @@ from tests.helpers.kv_cache_disk import (
 )
 from tests.helpers.odd_files import ODD_FILES, make_sparse
 from tests.helpers.serving import COMPLETIONS, port_of, process, wait_until
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("reading_pays")
 
@@ -92,32 +90,21 @@ class Places:
             self._memory[target] = self._memory[source]
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Engines for CPUs, by family."""
-    return cache(lambda family: built(family, tmp_path_factory.mktemp(family)))
-
-
 @pytest.fixture
-def engine(
-    request: pytest.FixtureRequest, engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine of the family, and for the device, that the parameter names."""
     family, _, on_gpu = request.param.partition(", ")
-    with gpu_engine(family, monkeypatch) if on_gpu else Engine.open(engines(family)) as opened:
+    with gpu_engine(family, monkeypatch) if on_gpu else Engine.open(cpu_engine(family)) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def llama(engines: Callable[[str], Path]) -> Path:
-    return engines("llama")
+def llama() -> Path:
+    return cpu_engine("llama")
 
 
-def built(family: str, folder: Path) -> Path:
-    config = tiny_config(family, max_position_embeddings=256)
-    path = folder / f"{family}.engine"
-    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(), path)
-    return path
+def cpu_engine(family: str) -> Path:
+    return built_tiny(family, max_position_embeddings=256)
 
 
 def stepped(core: EngineCore) -> None:
@@ -170,13 +157,19 @@ def test_mixed_requests_with_few_blocks(engine: Engine, tmp_path: Path) -> None:
     check_mixed_requests(engine, 36, tmp_path)
 
 
+def hold_reads(patch: pytest.MonkeyPatch, may_read: threading.Event) -> None:
+    """Makes the disk's files wait for the event before they are read."""
+    read = disk.read_regular
+    patch.setattr(disk, "read_regular", lambda *given, **named: may_read.wait(60) and read(*given, **named))
+
+
 def test_nobody_else_waits_for_the_disk(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request generates while another one's prefix is read from disk; a prefix that takes too long is computed."""
-    may_read, content = threading.Event(), DiskStore._content
+    may_read = threading.Event()
     limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path)}
     with Engine.open(llama) as engine:
         right = answered(engine, limits)
-        monkeypatch.setattr(DiskStore, "_content", lambda self, entry: may_read.wait(60) and content(self, entry))
+        hold_reads(monkeypatch, may_read)
         for read_in_time in True, False:
             may_read.clear()
             monkeypatch.setattr(stored, "LONGEST_S", 60.0 if read_in_time else 0.0)
@@ -200,9 +193,9 @@ def test_with_nothing_else_to_do_it_sleeps(llama: Path, tmp_path: Path, monkeypa
     limits = {"kv_cache_disk": 64 << 20, "kv_cache_dir": str(tmp_path)}
     with Engine.open(llama) as engine:
         answered(engine, limits)
-        may_read, content, wait = threading.Event(), DiskStore._content, stored.futures.wait
+        may_read, wait = threading.Event(), stored.futures.wait
         waits = list[float]()
-        monkeypatch.setattr(DiskStore, "_content", lambda self, entry: may_read.wait(60) and content(self, entry))
+        hold_reads(monkeypatch, may_read)
         monkeypatch.setattr(stored.futures, "wait", lambda read, seconds: waits.append(seconds) or wait(read, seconds))
         core = EngineCore(engine, runtime_config(**{**LIMITS, **limits}))
         core.add(core.request(prompt(1), PARAMS, Collected()))
@@ -246,9 +239,9 @@ def two_blocks_on_disk(
     return sequence, stored.StoredPrefixes(cache, prefixes, kept, [Places(memory)], lambda *_: seconds), kept
 
 
-def test_what_is_computed_sooner_is_not_read(tmp_path: Path) -> None:
+def test_what_is_computed_sooner_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "FIRST_S_PER_BYTE", 1 / 900)
     sequence, found, kept = two_blocks_on_disk(tmp_path, np.zeros((20, 500), np.uint8), 1.0)
-    found._s_per_byte = 1 / 900
     for _ in range(3):
         assert found.is_read(sequence, []) and found._reading is None
         found.forget(sequence)
@@ -258,8 +251,8 @@ def test_what_is_computed_sooner_is_not_read(tmp_path: Path) -> None:
 
 
 def test_what_is_not_read_in_time_is_not_tried_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_read, content = threading.Event(), DiskStore._content
-    monkeypatch.setattr(DiskStore, "_content", lambda self, entry: may_read.wait(60) and content(self, entry))
+    may_read = threading.Event()
+    hold_reads(monkeypatch, may_read)
     sequence, found, kept = two_blocks_on_disk(tmp_path, np.zeros((20, 500), np.uint8), 0.05)
     kept._writer.submit(lambda: None).result()  # what waits to be written would be read at once
     while not found.is_read(sequence, []):

@@ -1,5 +1,6 @@
 """Events of the KV cache over ZeroMQ: a subscriber that follows them knows which blocks there are."""
 
+import os
 import random
 import socket
 import sys
@@ -15,16 +16,14 @@ import pytest
 import zmq
 
 from enginewright import LLM, SamplingParams
-from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core import kv_events
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import serve
-from tests.helpers.engines import folder_of_engines
+from tests.helpers.engines import built_tiny
 from tests.helpers.serving import running, tiny_engine
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 Event = dict[str, Any]
 Batch = tuple[int, float, list[Event], int]  # sequence number, time, events, rank
@@ -86,14 +85,6 @@ def in_cache(llm: LLM) -> dict[int, set[int]]:
     return {group: {kv_events.block_hash(key) for key in kind.pool._published} for group, kind in enumerate(kinds)}
 
 
-def engine_of(family: str) -> Path:
-    path = folder_of_engines() / f"kv-events-{family}.engine"
-    if not path.exists():
-        config = tiny_config(family, max_position_embeddings=256)
-        build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(gate=None), path)
-    return path
-
-
 @contextmanager
 def followed(engine: Path, tmp_path: Path, **limits: Any) -> Iterator[tuple[LLM, str]]:
     """An engine with events, and where to ask for them."""
@@ -121,7 +112,7 @@ def test_who_follows_knows_what_is_there(family: str, kinds: list[str], tmp_path
     draw = random.Random(1)
     starts = [[draw.randrange(3, 300) for _ in range(70)] for _ in range(4)]
     prompts = [[*draw.choice(starts)[: draw.randrange(20, 71)], *draw.choices(range(3, 300), k=30)] for _ in range(24)]
-    with followed(engine_of(family), tmp_path, kv_cache_memory="400k") as (llm, replay):
+    with followed(built_tiny(family, max_position_embeddings=256), tmp_path, kv_cache_memory="400k") as (llm, replay):
         for first in range(0, 24, 6):
             generate(llm, prompts[first : first + 6])
             router, stored = Router(), list[Event]()
@@ -187,13 +178,8 @@ def test_lost_batches_clear_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A sender that stands still keeps nobody waiting, and subscribers never believe more than there is."""
     monkeypatch.setattr(kv_events, "MAX_QUEUED", 2)
     stands_still, replay = threading.Event(), f"ipc://{tmp_path}/replay"
-    sends = kv_events.KvEventSender._send_queued
-
-    def send(sender: kv_events.KvEventSender) -> None:
-        stands_still.wait(30)
-        sends(sender)
-
-    monkeypatch.setattr(kv_events.KvEventSender, "_send_queued", send)
+    read = os.eventfd_read  # by which the sender is woken
+    monkeypatch.setattr(os, "eventfd_read", lambda fd: stands_still.wait(30) and read(fd))
     with followed(tiny_engine(), tmp_path, kv_cache_memory="1m") as (llm, _):
         generate(llm, [list(range(3, 103))], max_tokens=100)
         stands_still.set()
@@ -230,7 +216,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError, match=f"cannot listen at {replay}: address already in use"):
             LLM(tiny_engine(), kv_events="tcp://*:*", kv_events_replay=replay)
     with pytest.raises(UsageError, match="one engine: 2 cannot share an address"):
-        serve([tiny_engine(), engine_of("llama")], ServerConfig(port=0), kv_events=address)
+        serve([tiny_engine(), built_tiny("llama")], ServerConfig(port=0), kv_events=address)
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(EngineError, match=r"pyzmq is not installed[\s\S]*enginewright\[events\]"):
         LLM(tiny_engine(), kv_events=address)

@@ -39,8 +39,7 @@ EXPERTS, TOP, LAYERS = 11, 2, 3
 
 @pytest.fixture(scope="module")
 def checkpoint() -> MemoryCheckpoint:
-    config = tiny_config("qwen3_moe", num_experts=EXPERTS, num_experts_per_tok=TOP)
-    return MemoryCheckpoint.of(tiny_model(config), config)
+    return MemoryCheckpoint.tiny("qwen3_moe", num_experts=EXPERTS, num_experts_per_tok=TOP)
 
 
 def test_each_layer_is_seen_with_the_rows_of_each_expert(checkpoint: MemoryCheckpoint) -> None:
@@ -122,8 +121,7 @@ SMOOTHED = {
 @pytest.mark.parametrize("case", SMOOTHED)
 def test_scaling_what_experts_read_changes_no_result(case: str) -> None:
     family, _, latent = case.partition(", ")
-    config = tiny_config(family, **({"moe_latent_size": 25} if latent else {}))
-    model = build_graph(MemoryCheckpoint.of(tiny_model(config), config))
+    model = build_graph(MemoryCheckpoint.tiny(family, **({"moe_latent_size": 25} if latent else {})))
     FuseGateUp()(model)
     FuseQkv()(model)
     expected = stream(model, TEXTS[:1]).logits(0, 0, len(TEXTS[0]))

@@ -118,8 +118,7 @@ SOME_OPS_OF = [family for family in OPS_OF if family in (*OF_EACH_BLOCK, "mistra
 @pytest.mark.parametrize("family", SOME_OPS_OF)
 def test_every_op_has_a_kernel_on_gpus(family: str) -> None:
     """tests/long computes with them, in emulation."""
-    config = tiny_config(family)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny(family)
     made = assemble(checkpoint, BuildConfig(quant=W8A8(), targets=("cuda:sm_80",), gate=None), Silent())
     (plan,) = made.plans.values()
     assert plan.target == "cuda" and all(call.launches for call in plan.calls)

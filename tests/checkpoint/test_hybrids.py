@@ -28,6 +28,8 @@ from tests import tolerances
 from tests.checkpoint.test_models import STEPS, graph_logits, reference_logits
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import relative_error
+from tests.helpers.llm import tokens_of
+from tests.helpers.prompts import random_prompts
 from tests.helpers.tiny import ALL_EXPERTS, HYBRIDS, OF_EACH_STATE, MemoryCheckpoint, tiny_config, tiny_model
 
 LONGEST = 1300
@@ -86,8 +88,7 @@ def config_of(family: str, longest: int = LONGEST) -> dict[str, Any]:
 
 
 def texts(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    return [random.integers(3, 300, length).tolist() for length in lengths]
+    return random_prompts(lengths, seed)
 
 
 def logits_of(family: str, cut: int, together: bool, isa: str | None = None) -> list[npt.NDArray[np.float32]]:
@@ -135,10 +136,6 @@ def generated(
     options = {"max_model_len": LONGEST, "max_num_seqs": 8, "max_num_batched_tokens": 96, "threads": 1}
     with LLM(engine_of(family, longest=longest), **{**options, "kv_cache_memory": 64 << 20, **limits}) as llm:
         return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-
-
-def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -270,8 +270,7 @@ def _dims(value: onnx.ValueInfoProto) -> list[int]:
 
 
 def test_kv_groups_follow_the_windows() -> None:
-    config = tiny_config("gemma3_text")
-    metadata = build_graph(MemoryCheckpoint.of(tiny_model(config), config)).metadata_props
+    metadata = build_graph(MemoryCheckpoint.tiny("gemma3_text")).metadata_props
     assert json.loads(metadata["enginewright.kv_groups"]) == [
         {"layers": [0, 2], "kv_heads": 3, "head_dim": 10, "window": 7, "planes": ["key", "value"]},
         {"layers": [1], "kv_heads": 3, "head_dim": 10, "window": 0, "planes": ["key", "value"]},

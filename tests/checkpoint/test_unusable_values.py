@@ -19,7 +19,7 @@ from enginewright.runtime.commands.goldens import GOLDENS, Golden, Goldens, repl
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.text.generation_config import find_fault
-from tests.helpers.engines import built, copied
+from tests.helpers.engines import copied
 from tests.helpers.tiny import VOCAB_SIZE, tiny_checkpoint
 
 BAD_GENERATION: list[tuple[dict[str, Any], str]] = [
@@ -62,16 +62,6 @@ def run(code: int, *arguments: object) -> Result:
     return result
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path) -> Path:
-    return built(checkpoint, "bf16")
-
-
 @pytest.fixture
 def folder(checkpoint: Path, tmp_path: Path) -> Path:
     """The checkpoint, to be changed."""
@@ -96,9 +86,9 @@ def test_generation_config_is_refused_by_name(config: dict[str, Any], said: str)
 
 
 @pytest.mark.parametrize("config", GOOD_GENERATION)
-def test_what_published_configs_have_is_taken(config: dict[str, Any], engine: Path, tmp_path: Path) -> None:
+def test_what_published_configs_have_is_taken(config: dict[str, Any], engine_path: Path, tmp_path: Path) -> None:
     check_generation_config(config, VOCAB_SIZE)
-    path = copied(engine, tmp_path / "x.engine", {"generation_config.json": json.dumps(config).encode()})
+    path = copied(engine_path, tmp_path / "x.engine", {"generation_config.json": json.dumps(config).encode()})
     with Engine.open(path) as opened:
         params = default_params(opened, temperature=0.5, seed=1)
         assert params.top_p == 1 and params.repetition_penalty == 1
@@ -118,9 +108,9 @@ def test_what_no_file_could_hold(folder: Path, tmp_path: Path) -> None:
     assert "generation_config.json cannot be used" in run(1, "build", folder, "-o", tmp_path / "x.engine").stderr
 
 
-def test_an_engine_with_such_a_config_is_refused_before_a_request(engine: Path, tmp_path: Path) -> None:
+def test_an_engine_with_such_a_config_is_refused_before_a_request(engine_path: Path, tmp_path: Path) -> None:
     for config, said in (({"top_k": "20"}, "top_k must be a whole"), ({"eos_token_id": [1, 9**9]}, "names token")):
-        path = copied(engine, tmp_path / "x.engine", {"generation_config.json": json.dumps(config).encode()})
+        path = copied(engine_path, tmp_path / "x.engine", {"generation_config.json": json.dumps(config).encode()})
         assert said in run(5, "generate", path, "-p", "x", "--max-tokens", "1").stderr
         with pytest.raises(CorruptEngineError, match=said):
             Engine.open(path)
@@ -139,19 +129,19 @@ def test_an_engine_with_such_a_config_is_refused_before_a_request(engine: Path, 
     ],
 )
 def test_texts_of_an_engine_are_checked_when_it_is_opened(
-    section: str, data: bytes, said: str, engine: Path, tmp_path: Path
+    section: str, data: bytes, said: str, engine_path: Path, tmp_path: Path
 ) -> None:
-    path = copied(engine, tmp_path / "x.engine", {section: data})
+    path = copied(engine_path, tmp_path / "x.engine", {section: data})
     with pytest.raises(CorruptEngineError, match=said):
         Engine.open(path)
     assert section in run(5, "generate", path, "-p", "x", "--max-tokens", "1").stderr
     run(5, "verify", path)
 
 
-def test_a_token_may_be_an_object_with_its_text(engine: Path, tmp_path: Path) -> None:
+def test_a_token_may_be_an_object_with_its_text(engine_path: Path, tmp_path: Path) -> None:
     config = b'{"eos_token": {"content": "<|turn|>", "lstrip": false}}'
     changed = {"tokenizer_config.json": config, "generation_config.json": b"{}"}
-    with Engine.open(copied(engine, tmp_path / "x.engine", changed)) as opened:
+    with Engine.open(copied(engine_path, tmp_path / "x.engine", changed)) as opened:
         assert opened.eos_token_ids == (2,)
 
 
@@ -238,17 +228,17 @@ def goldens(prompt: Any = (1, 2), top: Any = ((3, -0.5),), tolerance: Any = 0.3)
         (goldens(top=[[-1, -1.0]]), "prompt 0 has token -1"),
     ],
 )
-def test_goldens_that_cannot_be_replayed(data: bytes, said: str, engine: Path, tmp_path: Path) -> None:
-    path = copied(engine, tmp_path / "x.engine", {GOLDENS: data})
+def test_goldens_that_cannot_be_replayed(data: bytes, said: str, engine_path: Path, tmp_path: Path) -> None:
+    path = copied(engine_path, tmp_path / "x.engine", {GOLDENS: data})
     assert said in run(5, "verify", path).stderr
     run(0, "verify", path, "--no-goldens")
 
 
-def test_an_engine_that_gives_no_number_is_not_right(engine: Path) -> None:
+def test_an_engine_that_gives_no_number_is_not_right(engine_path: Path) -> None:
     """A comparison with NaN is false; it is no pass."""
     logits = np.array([0.0, np.nan, 1.0], np.float32)
     goldens = Goldens(0.3, (Golden((0,), ((0, -1.0), (1, -2.0))),))
-    with Engine.open(engine) as opened:
+    with Engine.open(engine_path) as opened:
         (deviation,) = replay(goldens, lambda prompt: logits, opened.plan)
     assert deviation == math.inf
 

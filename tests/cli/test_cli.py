@@ -32,16 +32,10 @@ from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.step.inputs import StepInputs
 from tests.helpers.engines import copied
 from tests.helpers.serving import tiny_engine
-from tests.helpers.tiny import tiny_checkpoint
 
 
 def run(*arguments: object, **environment: str) -> Result:
     return CliRunner(env=environment).invoke(main, [str(argument) for argument in arguments])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
 
 
 @pytest.fixture(scope="module")

@@ -8,24 +8,14 @@ import stat
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.cli import main
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.output_file import require_writable, write_file
+from tests.helpers.command import run_engine
 from tests.helpers.outputs import FULL, NULL, make_device, read_end
-from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+from tests.helpers.tiny import MemoryCheckpoint
 
 
 def test_a_file_is_replaced_and_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
@@ -123,7 +113,7 @@ def test_a_build_writes_through_links_and_into_pipes(checkpoint: Path, tmp_path:
     (tmp_path / "folder" / "x.json").touch(0o600)
     with read_end(tmp_path / "fifo", "descriptor") as (provenance, read):
         options = ("-o", tmp_path / "x.engine", "--report", tmp_path / "x.html", "--provenance", provenance)
-        built = run("build", checkpoint, *options)
+        built = run_engine("build", checkpoint, *options)
     assert built.exit_code == 0, built.stderr
     assert json.loads(read())["subject"][0]["name"] == "x.engine"
     assert all((tmp_path / name).is_symlink() for name in ("x.engine", "x.html", "x.json"))
@@ -156,8 +146,7 @@ def test_outputs_of_a_build_are_looked_at_before_the_work(tmp_path: Path, option
     config = BuildConfig(
         report=paths.get("--report"), provenance=paths.get("--provenance"), dump_graphs=paths.get("--dump-graphs")
     )
-    model = tiny_config("llama")
-    untouched = MemoryCheckpoint.of(tiny_model(model), model)
+    untouched = MemoryCheckpoint.tiny("llama")
     with pytest.raises(UsageError):
         build_engine(untouched, config, paths.get("-o", tmp_path / "x.engine"))
     assert sorted(tmp_path.iterdir()) == before and untouched.reads == []

@@ -5,24 +5,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from enginewright.cli import main
 from enginewright.cli.recipes import SHIPPED, purpose_of
 from enginewright.engine_file import EngineFile
+from tests.helpers.command import run_engine
 from tests.helpers.odd_files import make_sparse
 from tests.helpers.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["build", *map(str, arguments)])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
 
 
 def test_all_of_configs_is_shipped() -> None:
@@ -30,12 +20,14 @@ def test_all_of_configs_is_shipped() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_recipe_builds_what_it_says(name: str, folder: Path, tmp_path: Path) -> None:
-    result = run(folder, "--recipe", name, "--gate", "off", "-o", tmp_path / "x.engine")  # its weights are random
+def test_a_shipped_recipe_builds_what_it_says(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    result = run_engine(
+        "build", checkpoint, "--recipe", name, "--gate", "off", "-o", tmp_path / "x.engine"
+    )  # its weights are random
     assert result.exit_code == 0, result.output
     text = SHIPPED[name].read_text()
     assert text.startswith("# "), "a recipe says what it is for"
-    shown = " ".join(run("--help").stdout.replace("cpu-\n", "cpu-").split())
+    shown = " ".join(run_engine("build", "--help").stdout.replace("cpu-\n", "cpu-").split())
     assert purpose_of(SHIPPED[name]) in shown and str(tomllib.loads(text)["quant"]) in purpose_of(SHIPPED[name])
     with EngineFile.open(tmp_path / "x.engine") as file:
         recipe = file.manifest.recipe
@@ -58,13 +50,13 @@ def test_a_recipes_kv_cache_gives_way_to_latent_vectors(
     folder = tiny_checkpoint(tmp_path, "deepseek_v3")
     monkeypatch.chdir(tmp_path)
     taken = (folder, "--recipe", name, "--dry-run", "--json")
-    result = run(*taken)
+    result = run_engine("build", *taken)
     assert result.exit_code == 0, result.output
     made = json.loads(result.stdout)
     assert made["recipe"]["kv_cache_dtype"] == "bf16" and "kv-int8" not in made["output"]
     assert made["notes"][0].startswith("the KV cache is bf16, not int8 as in the recipe: latent vectors")
-    assert "as in the recipe" not in run(*taken, "--kv-cache-dtype", "bf16").stdout
-    refused = run(*taken, "--kv-cache-dtype", "int8")
+    assert "as in the recipe" not in run_engine("build", *taken, "--kv-cache-dtype", "bf16").stdout
+    refused = run_engine("build", *taken, "--kv-cache-dtype", "int8")
     assert refused.exit_code == 2 and "Leave --kv-cache-dtype out." in refused.stderr
 
 
@@ -74,7 +66,7 @@ def recipe(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_of_ones_own_and_flags_before_it(folder: Path, tmp_path: Path) -> None:
+def test_a_file_of_ones_own_and_flags_before_it(checkpoint: Path, tmp_path: Path) -> None:
     settings = {
         "quant": "int4-rtn",
         "group_size": 64,
@@ -102,9 +94,9 @@ target = ["cpu"]
         ((*taken, *flags), settings | replaced),
         ((*flags, *taken), settings | replaced),
     ):
-        result = run(folder, *arguments, "-o", tmp_path / "x.engine", "--dry-run", "--json")
+        result = run_engine("build", checkpoint, *arguments, "-o", tmp_path / "x.engine", "--dry-run", "--json")
         assert json.loads(result.stdout)["recipe"] == expected
-    refused = run(folder, *taken, "--quant", "fp8", "--dry-run")
+    refused = run_engine("build", checkpoint, *taken, "--quant", "fp8", "--dry-run")
     assert refused.exit_code == 2 and "--group-size means nothing to --quant fp8" in refused.stderr
 
 
@@ -121,9 +113,9 @@ target = ["cpu"]
     ],
 )
 def test_what_contradicts_a_recipe_is_said_to_be_in_it(
-    text: str, flags: tuple[str, ...], what: str, origin: str, folder: Path, tmp_path: Path
+    text: str, flags: tuple[str, ...], what: str, origin: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    result = run(folder, "--recipe", recipe(tmp_path, text), *flags, "-o", tmp_path / "x.engine")
+    result = run_engine("build", checkpoint, "--recipe", recipe(tmp_path, text), *flags, "-o", tmp_path / "x.engine")
     assert result.exit_code == 2 and what in result.stderr, result.output
     assert f"{origin} from the recipe" in result.stderr if origin else "recipe" not in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
@@ -148,25 +140,25 @@ def test_what_contradicts_a_recipe_is_said_to_be_in_it(
         ("\udcff", "mine.toml is not TOML: "),
     ],
 )
-def test_what_is_wrong_in_a_recipe_is_named(text: str, said: str, folder: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_recipe_is_named(text: str, said: str, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text, errors="surrogateescape")
-    result = run(folder, "--recipe", path, "-o", tmp_path / "x.engine")
+    result = run_engine("build", checkpoint, "--recipe", path, "-o", tmp_path / "x.engine")
     assert result.exit_code == 2 and said in result.stderr, result.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
 
 
-def test_a_recipe_of_any_size_is_not_read(folder: Path, tmp_path: Path) -> None:
+def test_a_recipe_of_any_size_is_not_read(checkpoint: Path, tmp_path: Path) -> None:
     make_sparse(tmp_path / "mine.toml", 1 << 40)
-    result = run(folder, "--recipe", tmp_path / "mine.toml")
+    result = run_engine("build", checkpoint, "--recipe", tmp_path / "mine.toml")
     assert result.exit_code == 2 and "it has more than 4,194,304 bytes" in result.stderr
 
 
-def test_no_such_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_such_recipe(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    near = run(folder, "--recipe", "cpu-in4")
+    near = run_engine("build", checkpoint, "--recipe", "cpu-in4")
     assert (
         near.exit_code == 2 and "there is no recipe cpu-in4" in near.stderr and "Did you mean cpu-int4?" in near.stderr
     )
-    assert "Name one of them" in run(folder, "--recipe", "q/x.toml").stderr
-    assert run(folder, "--recipe", tmp_path).exit_code == 2
+    assert "Name one of them" in run_engine("build", checkpoint, "--recipe", "q/x.toml").stderr
+    assert run_engine("build", checkpoint, "--recipe", tmp_path).exit_code == 2

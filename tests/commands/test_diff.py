@@ -5,32 +5,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from enginewright.builder.build import BuildConfig, build_engine
-from enginewright.cli import main
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.manifest import About
 from enginewright.passes.quant import W8A8, Bf16
 from enginewright.runtime.commands.diff import compare
 from enginewright.runtime.commands.goldens import GOLDENS, Golden, Goldens
 from enginewright.runtime.commands.quality import QUALITY, QualityReport
+from tests.helpers.command import run_engine
 from tests.helpers.engines import copied
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 PARTS = ("about", "recipe", "sources", "sizes", "kernels", "sections", "evidence")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["diff", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of one model: twice the same, and built otherwise."""
     folder = tmp_path_factory.mktemp("engines")
-    config = tiny_config("llama")
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama")
     for name, build in (
         ("bf16", BuildConfig()),
         ("again", BuildConfig()),
@@ -57,9 +51,9 @@ def with_goldens(path: Path, goldens: Goldens, to: Path) -> Path:
 
 def test_the_same_content_is_0(folder: Path) -> None:
     assert found(folder / "bf16", folder / "again") == {}
-    result = run(folder / "bf16", folder / "again")
+    result = run_engine("diff", folder / "bf16", folder / "again")
     assert result.exit_code == 0 and "content   the same: sha256:" in result.stdout
-    assert json.loads(run(folder / "bf16", folder / "again", "--json").stdout)["same"] is True
+    assert json.loads(run_engine("diff", folder / "bf16", folder / "again", "--json").stdout)["same"] is True
 
 
 def test_another_format(folder: Path) -> None:
@@ -77,8 +71,8 @@ def test_another_format(folder: Path) -> None:
         for name in {*bf16.sections, *w8a8.sections}:
             same = bf16.sections.get(name) == w8a8.sections.get(name)
             assert same == (name not in parts["sections"] and name not in parts["evidence"])
-    text = run(folder / "bf16", folder / "w8a8").stdout
-    assert run(folder / "bf16", folder / "w8a8").exit_code == 1
+    text = run_engine("diff", folder / "bf16", folder / "w8a8").stdout
+    assert run_engine("diff", folder / "bf16", folder / "w8a8").exit_code == 1
     assert "recipe    quant bf16 → w8a8" in text
     assert "weights/model.layers.*.self_attn.qkv_proj.weight (3): dtype bf16 → i8, nbytes " in text
     assert "weights/model.layers.*.self_attn.qkv_proj.weight.scale (3): only in b, f32 (96,) plain, 384 bytes" in text
@@ -108,7 +102,7 @@ def test_sources_name_and_one_weight(folder: Path, tmp_path: Path) -> None:
         "c.json": [None, "3" * 64],
     }
     assert list(parts["sections"]) == [name] and list(parts["sections"][name]) == ["sha256"]
-    text = run(one, other).stdout
+    text = run_engine("diff", one, other).stdout
     assert "b.json 111111111111… → nothing" in text and f"{name}: other bytes" in text
 
 
@@ -120,11 +114,11 @@ def test_goldens_that_differ_leave_the_content_the_same(folder: Path, tmp_path: 
     other = Goldens(0.3, (golden(1, (5, -0.6), (6, -0.75)), golden(2, (8, -0.2), (7, -1.9)), golden(4, (1, 0.0))))
     paths = [with_goldens(folder / "bf16", goldens, tmp_path / f"{n}") for n, goldens in enumerate((one, other))]
     report = compare(*paths)
-    assert report["same"] and run(*paths).exit_code == 0
+    assert report["same"] and run_engine("diff", *paths).exit_code == 0
     assert report["evidence"] == {
         GOLDENS: {"prompts_in_both": 2, "other_first_tokens": 1, "largest_logprob_difference": 1.8}
     }
-    assert "goldens: largest_logprob_difference 1.8" in run(*paths).stdout
+    assert "goldens: largest_logprob_difference 1.8" in run_engine("diff", *paths).stdout
     nothing = with_goldens(folder / "bf16", Goldens(0.3, ()), tmp_path / "nothing")
     assert compare(paths[0], nothing)["evidence"][GOLDENS]["largest_logprob_difference"] is None
 
@@ -144,7 +138,7 @@ def test_reports_are_compared_entry_by_entry(folder: Path, tmp_path: Path) -> No
     assert found(one, other) == {"evidence": {"speed": {"cpu.decode": [10, 20]}}}
     assert found(folder / "bf16", one)["evidence"] == {"speed": {"only_in": "b"}}
     assert found(one, reported("odd", b"no JSON"))["evidence"] == {"speed": {"nbytes": [34, 7]}}
-    assert "speed: cpu.decode 10 → 20" in run(one, other).stdout
+    assert "speed: cpu.decode 10 → 20" in run_engine("diff", one, other).stdout
 
 
 def test_quality_is_compared_by_its_figures(folder: Path, tmp_path: Path) -> None:
@@ -154,17 +148,17 @@ def test_quality_is_compared_by_its_figures(folder: Path, tmp_path: Path) -> Non
     off = copied(folder / "bf16", tmp_path / "off", {QUALITY: QualityReport("off").to_json()})
     lost = found(folder / "bf16", off)["evidence"]["quality"]
     assert lost["gate"] == ["quick", "off"] and lost["layers.model.layers.1.mlp.down_proj"][1] is None
-    assert "quality: kl" in run(folder / "bf16", folder / "w8a8").stdout
+    assert "quality: kl" in run_engine("diff", folder / "bf16", folder / "w8a8").stdout
 
 
 def test_long_lists_are_cut_unless_asked_for(folder: Path, tmp_path: Path) -> None:
     many = copied(folder / "bf16", tmp_path / "many", {}, sources={f"{n}.json": "0" * 64 for n in range(40)})
-    assert "and 25 more (--all lists them)" in run(folder / "bf16", many).stdout
-    assert "39.json" in run(folder / "bf16", many, "--all").stdout
+    assert "and 25 more (--all lists them)" in run_engine("diff", folder / "bf16", many).stdout
+    assert "39.json" in run_engine("diff", folder / "bf16", many, "--all").stdout
 
 
 def test_what_cannot_be_read_is_not_1(folder: Path, tmp_path: Path) -> None:
-    assert run(folder / "bf16", tmp_path / "no").exit_code == 2
+    assert run_engine("diff", folder / "bf16", tmp_path / "no").exit_code == 2
     (tmp_path / "cut").write_bytes((folder / "bf16").read_bytes()[:-1])
-    result = run(folder / "bf16", tmp_path / "cut")
+    result = run_engine("diff", folder / "bf16", tmp_path / "cut")
     assert result.exit_code == 5 and "cut" in result.stderr

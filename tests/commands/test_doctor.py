@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from enginewright import _cpu
-from enginewright.cli import main
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.commands.doctor import describe, examine
 from enginewright.runtime.device.memory_plan import KvBlocks
 from tests.cpu.test_machine import GIB, machine
+from tests.helpers.command import run_engine
 from tests.helpers.serving import tiny_engine
 
 FILES = {
@@ -29,10 +28,6 @@ FILES = {
         for name, text in zip(("level", "type", "size"), texts, strict=True)
     },
 }
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["doctor", *arguments])
 
 
 def test_a_machine_with_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +51,9 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
 
 
 def test_what_an_engine_would_do() -> None:
-    result = run(str(tiny_engine()), "--kv-cache-memory", "64m", "--threads", "1", "--isa", "portable", "--json")
+    result = run_engine(
+        "doctor", str(tiny_engine()), "--kv-cache-memory", "64m", "--threads", "1", "--isa", "portable", "--json"
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     engine: dict[str, Any] = report["engine"]
@@ -64,7 +61,7 @@ def test_what_an_engine_would_do() -> None:
     assert 0 < engine["kv_cache_bytes"] <= 64 << 20 and engine["max_model_len"] == 4096
     assert engine["kv_cache_tokens"] >= engine["whole_sequences"] * 4096 > 0
     assert report["problems"] == [] and any("portable" in text for text in report["warnings"])
-    text = run(str(tiny_engine()), "--kv-cache-memory", "64m").stdout
+    text = run_engine("doctor", str(tiny_engine()), "--kv-cache-memory", "64m").stdout
     assert "KV cache" in text and f"holds {engine['kv_cache_tokens']:,} tokens" in text
 
 
@@ -77,14 +74,14 @@ def test_what_an_engine_would_do() -> None:
     ],
 )
 def test_an_engine_that_cannot_run_here(options: list[str], problem: str) -> None:
-    result = run(str(tiny_engine()), *options)
+    result = run_engine("doctor", str(tiny_engine()), *options)
     assert result.exit_code == 1 and problem in result.stdout
     assert "problem" in result.stdout and "enginewright" in result.stdout, "the machine is described all the same"
     assert not [line for line in result.stdout.splitlines() if line[13:14] != " "], "texts are in their column"
 
 
 def test_threads_beyond_the_cores() -> None:
-    result = run(str(tiny_engine()), "--threads", "900")
+    result = run_engine("doctor", str(tiny_engine()), "--threads", "900")
     assert result.exit_code == 0 and "900 threads share" in result.stdout
 
 

@@ -18,7 +18,7 @@ from enginewright.runtime.core.params import default_params
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 from tests.tolerances import LOGPROB
 
 FAMILIES = ["llama", "gemma3_text"]
@@ -29,8 +29,7 @@ BROKEN_TOKEN = 300  # its embedding is NaN in the engine `broken`
 
 
 def tiny_engine(folder: Path, family: str, generation: dict[str, Any], nan_row: int | None = None) -> Path:
-    config = tiny_config(family, tie_word_embeddings=False)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny(family, tie_word_embeddings=False)
     if nan_row is not None:
         table = checkpoint.stored["model.embed_tokens.weight"].clone()
         table[nan_row] = float("nan")

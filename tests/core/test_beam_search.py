@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from enginewright import LLM, SamplingParams
-from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.runtime.core.beam_scorer import BeamScorer, EarlyStopping
 from enginewright.runtime.sampling.sampler import SampledToken
 from tests import tolerances
-from tests.helpers.engines import folder_of_engines
+from tests.helpers.engines import built_tiny
 from tests.helpers.late_executor import LateExecutor
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import tiny_config, tiny_model
 
 PROMPT = [5, 77, 31, 200, 9]
 NEW = 12
@@ -27,13 +25,6 @@ After = Callable[[Sequence[int], int], SampledToken]  # next token after some to
 @cache
 def model_of(family: str) -> PreTrainedModel:
     return tiny_model(tiny_config(family))
-
-
-@cache
-def engine_of(family: str) -> Path:
-    path = folder_of_engines() / f"beams-{family}.engine"
-    build_engine(MemoryCheckpoint.of(model_of(family), tiny_config(family)), BuildConfig(gate=None), path)
-    return path
 
 
 def search(
@@ -127,7 +118,7 @@ LIMITS: dict[str, Any] = {"threads": 1, "max_model_len": 64, "kv_cache_memory": 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
 def test_forked_caches_change_no_bit(family: str) -> None:
     """Beams that share pages, windows and recurrent states equal single texts without a cache."""
-    with LLM(engine_of(family), **LIMITS, max_num_seqs=8, enable_prefix_caching=False) as llm:
+    with LLM(built_tiny(family), **LIMITS, max_num_seqs=8, enable_prefix_caching=False) as llm:
         plain = step_by_step(llm, 4, ())
         ends = [sorted({token for tokens, _ in plain for token in tokens[3:]})[1]]
         expected = step_by_step(llm, 4, ends)
@@ -137,7 +128,7 @@ def test_forked_caches_change_no_bit(family: str) -> None:
 
 
 def test_beams_share_what_is_computed() -> None:
-    with LLM(engine_of("llama"), **LIMITS, max_num_seqs=8) as llm:
+    with LLM(built_tiny("llama"), **LIMITS, max_num_seqs=8) as llm:
         asked(llm, PROMPT, beams(4))
         assert llm.stats().computed_tokens == len(PROMPT) + 4 * (NEW - 1)
         assert llm.stats().num_preemptions == 0
@@ -149,7 +140,7 @@ def test_beams_without_room_take_turns(limits: dict[str, Any], ahead: bool, monk
     """Searches of 6 and 3 beams and a completion share two slots, or few KV blocks, and give the same tokens."""
     if ahead:
         monkeypatch.setattr("enginewright.runtime.device.devices.CpuExecutor", LateExecutor)
-    path, greedy = engine_of("llama"), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    path, greedy = built_tiny("llama"), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompts, params = [PROMPT, [8, 9], [1, 2, 3]], [beams(6), beams(3), greedy]
     with LLM(path, **LIMITS, max_num_seqs=16) as llm:
         expected = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)]
@@ -164,7 +155,7 @@ def test_beams_next_to_draft_tokens_are_the_same() -> None:
     prompts, params = [PROMPT, [8, 9] * 8], [beams(4), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)]
     found = []
     for speculate in ("off", "ngram"):
-        with LLM(engine_of("llama"), **LIMITS, max_num_seqs=8, speculate=speculate) as llm:
+        with LLM(built_tiny("llama"), **LIMITS, max_num_seqs=8, speculate=speculate) as llm:
             found.append([[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)])
     assert found[0] == found[1]
 
@@ -181,7 +172,7 @@ def test_answers_of_an_engine_are_those_of_transformers() -> None:
         return_dict_in_generate=True,
         output_scores=True,
     )
-    with LLM(engine_of("llama"), **LIMITS, max_num_seqs=8) as llm:
+    with LLM(built_tiny("llama"), **LIMITS, max_num_seqs=8) as llm:
         found = asked(llm, PROMPT, beams(4))
     assert [tokens for tokens, _ in found] == generated.sequences[:, len(PROMPT) :].tolist()
     scores = [logprob / NEW for _, logprob in found]

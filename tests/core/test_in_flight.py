@@ -15,8 +15,8 @@ from enginewright.runtime.core.outputs import RequestOutput
 from enginewright.runtime.device.memory_plan import limits_of, sequence_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
-from tests.helpers.engines import built
-from tests.helpers.tiny import tiny_checkpoint
+from tests.helpers.engines import built_tiny
+from tests.helpers.prompts import random_prompts
 
 # A tied tiny model repeats itself whatever it sees.
 LONG = {"max_position_embeddings": 2048, "tie_word_embeddings": False}
@@ -26,16 +26,9 @@ Answers = list[tuple[list[int], str, str | None]]
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text"])  # the second has a sliding window
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with Engine.open(
-        built(tiny_checkpoint(tmp_path_factory.mktemp("in-flight"), request.param, **LONG), "bf16")
-    ) as opened:
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine.open(built_tiny(request.param, **LONG)) as opened:
         yield opened
-
-
-def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    return [random.integers(3, 300, length).tolist() for length in lengths]
 
 
 def answers(outputs: list[RequestOutput]) -> Answers:
@@ -71,7 +64,7 @@ def mixed(count: int = 80) -> tuple[list[list[int]], list[SamplingParams]]:
     params = [
         replace(GREEDY, temperature=n % 3 * 0.8, seed=n, max_tokens=int(random.integers(50, 118))) for n in range(count)
     ]
-    return prompts_of(lengths, seed=1), params
+    return random_prompts(lengths, seed=1), params
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +122,7 @@ def test_the_same_with_random_aborts(engine: Engine, mixed_alone: Answers) -> No
 
 
 def beginning_alike(count: int, prefix: int, seed: int = 7) -> list[list[int]]:
-    first, *tails = prompts_of([prefix, *(3 + n % 9 for n in range(count))], seed)
+    first, *tails = random_prompts([prefix, *(3 + n % 9 for n in range(count))], seed)
     return [first + tail for tail in tails]
 
 
@@ -161,7 +154,7 @@ def test_a_prefix_of_a_thousand_tokens_is_computed_once(engine: Engine, one_by_o
 def test_a_conversation_goes_on_where_it_was(engine: Engine) -> None:
     """The second turn finds the first one's prompt and answer."""
     with LLM(engine, **LIMITS) as llm, LLM(engine, **LIMITS | {"enable_prefix_caching": False}) as plain:
-        (first,) = llm.generate(prompts_of([50])[0], replace(GREEDY, max_tokens=30))
+        (first,) = llm.generate(random_prompts([50])[0], replace(GREEDY, max_tokens=30))
         turn = [*first.prompt_token_ids, *first.outputs[0].token_ids, 5, 6, 7]
         (second,) = llm.generate(turn, GREEDY)
         assert second.num_cached_tokens == 64, "of 79 tokens, two blocks of 32 are full"
@@ -185,7 +178,7 @@ def test_a_cache_that_is_too_small_forgets_and_stays_right(engine: Engine) -> No
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 100])
 def test_several_answers_to_one_prompt(engine: Engine, length: int) -> None:
     """Each is the same whatever their number, the cache, and the other requests; the prompt is computed about once."""
-    (prompt,) = prompts_of([length], seed=length)
+    (prompt,) = random_prompts([length], seed=length)
     sampled = replace(GREEDY, temperature=1.2, seed=11, max_tokens=40)
     ask = partial(LLM, engine, **LIMITS)
     with ask() as llm:
@@ -198,7 +191,7 @@ def test_several_answers_to_one_prompt(engine: Engine, length: int) -> None:
         assert answers(llm.generate(prompt, sampled)) == four[:1]
         greedy = answers(llm.generate(prompt, replace(GREEDY, n=3)))
         assert greedy == answers(llm.generate(prompt, GREEDY)) * 3
-    company = prompts_of([90, 40, 110, 7, 80], seed=2)
+    company = random_prompts([90, 40, 110, 7, 80], seed=2)
     with LLM(engine, **LIMITS | {"kv_cache_memory": kv_bytes(engine, [150] * 3, 1)}) as llm:
         crowd = llm.generate([*company, prompt, *company], [*[sampled] * 5, replace(sampled, n=4), *[sampled] * 5])
         assert answers([crowd[5]]) == four

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ from enginewright.runtime.device.memory_plan import limits_of, sequence_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.sampling.sampler import SampledToken
-from tests.helpers.engines import built
+from tests.helpers.engines import built_tiny
 from tests.helpers.ladder import Ladder
 from tests.helpers.late_executor import LateExecutor
-from tests.helpers.tiny import tiny_checkpoint
 
 LIMITS = RuntimeConfig(max_model_len=160, max_num_seqs=8, max_num_batched_tokens=40, threads=1)
 KINDS: list[dict[str, Any]] = [
@@ -64,15 +62,10 @@ class Ask:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine() -> Iterator[Engine]:
     """An engine of a model that has a sliding window; tests/long has one without."""
-    with engine_of("gemma3_text", tmp_path_factory.mktemp("ahead")) as opened:
+    with Engine.open(built_tiny("gemma3_text", tie_word_embeddings=False)) as opened:  # a tied one repeats itself
         yield opened
-
-
-def engine_of(family: str, folder: Path) -> Engine:
-    # A tied tiny model repeats itself whatever it sees.
-    return Engine.open(built(tiny_checkpoint(folder, family, tie_word_embeddings=False), "bf16"))
 
 
 def asked(seed: int, count: int = 110) -> list[Ask]:

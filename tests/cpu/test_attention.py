@@ -1,6 +1,5 @@
 """paged_attention@1 against float64, and its promise that results depend on nothing but the sequence."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,10 @@ from tests.helpers.paged_kv import (
     kv_blocks,
     kv_operands,
     random_text,
+    sinks_of,
     stored,
+    text,
+    whole,
 )
 from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
 
@@ -133,20 +135,6 @@ class Attention:
         for chunk, result in zip(chunks, self.run(isa, chunks, threads), strict=True):
             error = (result.double() - self.expected(chunk)).abs().max() / chunk.text.v.double().abs().max()
             assert float(error) < (tolerance or ATTENTION[self.kv]), f"tokens {chunk.start} … {chunk.end - 1}"
-
-
-def sinks_of(heads: Heads) -> torch.Tensor:
-    """One sink's logit for each head: from negligible ones to ones that take nearly all weight."""
-    return torch.linspace(-9, 9, heads.heads)
-
-
-@functools.cache
-def text(heads: Heads, length: int, seed: int = 0) -> AttendedText:
-    return random_text(heads, length, seed)
-
-
-def whole(heads: Heads, length: int, seed: int = 0) -> Chunk:
-    return Chunk(text(heads, length, seed), 0, length)
 
 
 def decode(heads: Heads, length: int, seed: int = 0) -> Chunk:

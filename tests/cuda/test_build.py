@@ -27,7 +27,7 @@ from enginewright.runtime.device.cuda.device import num_gpus
 from enginewright.runtime.device.devices import open_engine, open_executor
 from enginewright.runtime.engine import Engine
 from tests.helpers.graphs import checkpoint_of
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 TARGETS = ("cpu", "cuda:sm_80", "cuda:sm_90a")
 
@@ -91,8 +91,7 @@ def test_without_a_gpu_it_runs_on_the_cpu_and_nowhere_else(engine: Path) -> None
 
 def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = ("cuda:sm_80", "cuda:sm_90a", "cuda:ptx")
-    model = tiny_config("llama", head_dim=64)
-    checkpoint = MemoryCheckpoint.of(tiny_model(model), model)
+    checkpoint = MemoryCheckpoint.tiny("llama", head_dim=64)
 
     def assembled(**options: Any) -> Assembly:
         return assemble(checkpoint, BuildConfig(targets=targets, **options), Silent())
@@ -131,10 +130,7 @@ def test_recurrences_go_in_chunks_unless_they_shall_be_batch_invariant() -> None
     targets = ("cuda:sm_80", "cuda:sm_90a")
 
     def assembled(family: str, **options: Any) -> Assembly:
-        model = tiny_config(family)
-        return assemble(
-            MemoryCheckpoint.of(tiny_model(model), model), BuildConfig(targets=targets, **options), Silent()
-        )
+        return assemble(MemoryCheckpoint.tiny(family), BuildConfig(targets=targets, **options), Silent())
 
     def functions(assembly: Assembly, sizes: StepSizes) -> set[tuple[str, ...]]:
         plan = Plan.from_json(assembly.plans["cuda"].to_json())
@@ -160,9 +156,8 @@ def test_recurrences_go_in_chunks_unless_they_shall_be_batch_invariant() -> None
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_each_architecture_has_the_kernels_of_its_launches(batch_invariant: bool) -> None:
     names = ("sm_80", "sm_90a", "sm_120")
-    model = tiny_config("llama")
     config = BuildConfig(targets=tuple(f"cuda:{name}" for name in names), batch_invariant=batch_invariant)
-    assembly = assemble(MemoryCheckpoint.of(tiny_model(model), model), config, Silent())
+    assembly = assemble(MemoryCheckpoint.tiny("llama"), config, Silent())
     whole = assembly.plans["cuda"]
     assert any(launch.architectures for launch in whole.launches())  # tiles grow at another number of tokens
     for name in names:

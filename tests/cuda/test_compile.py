@@ -86,11 +86,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def made(sources: Path, cache: Path) -> dict[str, dict[Instance, Compiled]]:
     return compile_kernels([ADD, LOCAL, SPILL, FUSED], [*SMS, "ptx"], 2, sources=sources, cache=cache)
 
@@ -253,9 +248,8 @@ def test_a_build_without_a_compiler_that_it_needs_ends_before_anything_is_done(
 
 def test_batch_invariant_engines_need_no_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "WHEELS", {"enginewright-none": ""})
-    config = tiny_config("nemotron_h")
     wanted = BuildConfig(targets=("cuda:sm_80",), batch_invariant=True)
-    planned = forecast(MemoryCheckpoint.of(tiny_model(config), config), wanted, tmp_path / "x.engine", Silent())
+    planned = forecast(MemoryCheckpoint.tiny("nemotron_h"), wanted, tmp_path / "x.engine", Silent())
     assert any(kernel.startswith("selective_state") for kernel in planned.kernels["cuda"])
 
 

@@ -1,8 +1,5 @@
 """Whole engines on the emulated GPU, against their own graph in onnxruntime, and against the CPU's engine."""
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -36,15 +33,17 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.sampling.sampler import Entries, Fields, SampledToken
 from enginewright.runtime.sampling.token_mask import Mask
+from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 from tests import tolerances
 from tests.emulator.device import EmulatedDevice, device_for
 from tests.emulator.kernels import EmulatedKernels, Kernels
+from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import CASES as GRAPH_CASES
 from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error, with_noise
 from tests.helpers.ladder import Ladder
 from tests.helpers.ragged import RaggedRun
 from tests.helpers.sampling_reference import same_draws, with_newest
-from tests.helpers.tiny import ALL_EXPERTS, HYBRIDS, LATENT, MemoryCheckpoint, tiny_config, tiny_model, wide_checkpoint
+from tests.helpers.tiny import ALL_EXPERTS, HYBRIDS, LATENT, MemoryCheckpoint, wide_checkpoint
 
 TARGETS = ("cpu", "cuda:sm_80")
 Asked = tuple[list[int], SamplingParams]
@@ -58,13 +57,6 @@ CASES = [
 
 
 WITH_LATENT = (*LATENT, "kimi_linear")  # attention
-
-
-@cache
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="enginewright-tests-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 @cache
@@ -82,7 +74,7 @@ def built(
         kernels.update(lowered.kernels)
         return lowered
 
-    path = _folder() / f"{'-'.join((family, quant, kv, str(batch_invariant), *settings.values()))}.engine"
+    path = folder_of_engines() / f"{'-'.join((family, quant, kv, str(batch_invariant), *settings.values()))}.engine"
     config = BuildConfig(
         quant=quant_config(quant, **settings),
         kv_cache_dtype=kv,
@@ -102,8 +94,7 @@ def _checkpoint(family: str) -> MemoryCheckpoint:
         return wide_checkpoint()
     if family in GRAPH_CASES:
         return checkpoint_of(family)
-    config = tiny_config(family, **ALL_EXPERTS.get(family, {}))
-    return MemoryCheckpoint.of(tiny_model(config), config)
+    return MemoryCheckpoint.tiny(family, **ALL_EXPERTS.get(family, {}))
 
 
 def check_engine(family: str, quant: str, kv: str, *, batch_invariant: bool | None = None) -> None:
@@ -334,10 +325,14 @@ def test_tokens_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
             steps.append(len(rows))
             return mine
 
+        def noted(inputs: StepInputs) -> StepOutputs:
+            logits = run(inputs).logits
+            return StepOutputs(DeviceRows(lambda: read.append(inputs.sizes.logit_rows) or np.asarray(logits)))
+
         read: list[int] = []
-        whole = gpu._read
-        monkeypatch.setattr(gpu, "_read", lambda index, count: read.append(count) or whole(index, count))
-        monkeypatch.setattr(gpu, "_draw", checked)
+        run = gpu.run
+        monkeypatch.setattr(gpu, "run", noted)
+        monkeypatch.setattr(CudaExecutor, "draw", property(lambda _: checked))
         monkeypatch.setattr(core, "open_executor", lambda engine, config: gpu)
         running = core.EngineCore(engine, LIMITS)
         told = [Deltas() for _ in range(3)]

@@ -24,11 +24,6 @@ _, SCAN = chunk_kernels(True, 3, 3, 10, 50)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def made(cache: Path) -> dict[str, Compiled]:
     return {sm: kernels[SCAN] for sm, kernels in compile_kernels([SCAN], (*SMS, PTX), cache=cache).items()}
 

@@ -16,8 +16,7 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.step.dims import StepCounter
-from tests.helpers.engines import built, copied
-from tests.helpers.tiny import tiny_checkpoint
+from tests.helpers.engines import copied
 
 CONFIG = RuntimeConfig(max_num_seqs=2, max_model_len=64, threads=1)
 STATE = {
@@ -32,13 +31,8 @@ STATE = {
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built(tiny_checkpoint(tmp_path_factory.mktemp("plan"), "llama"), "bf16")
-
-
-@pytest.fixture(scope="module")
-def text(engine: Path) -> bytes:
-    with Engine.open(engine) as opened:
+def text(engine_path: Path) -> bytes:
+    with Engine.open(engine_path) as opened:
         return opened.plan.to_json()
 
 
@@ -107,11 +101,11 @@ def _open(engine: Path, folder: Path, plan: bytes) -> CpuExecutor:
     return CpuExecutor(Engine.open(copied(engine, folder / "changed.engine", {"plan/cpu": plan})), CONFIG)
 
 
-def test_a_dim_that_the_runtime_cannot_count_is_refused_by_name(engine: Path, text: bytes, tmp_path: Path) -> None:
+def test_a_dim_that_the_runtime_cannot_count_is_refused_by_name(engine_path: Path, text: bytes, tmp_path: Path) -> None:
     plan = text.replace(b'"kv_splits"', b'"expert_rows"')
     assert "expert_rows" in Plan.from_json(plan).dims
     with pytest.raises(NoCodeForMachineError, match=r"'expert_rows'.*knows tokens, .*kv_blocks") as error:
-        _open(engine, tmp_path, plan)
+        _open(engine_path, tmp_path, plan)
     assert error.value.exit_code == 6
 
 
@@ -129,7 +123,7 @@ def test_planes_lie_side_by_side_in_a_block(text: bytes) -> None:
     assert starts == [cache.block_bytes * index // 6 for index in range(6)]
 
 
-def test_a_layer_may_read_another_layers_cache(engine: Path, text: bytes, tmp_path: Path) -> None:
+def test_a_layer_may_read_another_layers_cache(engine_path: Path, text: bytes, tmp_path: Path) -> None:
     """The last attention reads the first layer's planes: as if the last layer had written the first one's keys and
     values, too.
     """
@@ -153,7 +147,7 @@ def test_a_layer_may_read_another_layers_cache(engine: Path, text: bytes, tmp_pa
     found = []
     for calls in (plan.calls, shared, copies):
         changed = msgspec.structs.replace(plan, buffers=buffers, calls=tuple(calls))
-        found.append(score(_open(engine, tmp_path, changed.to_json()), texts))
+        found.append(score(_open(engine_path, tmp_path, changed.to_json()), texts))
     for own, one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
         assert np.abs(one - own).max() > 0

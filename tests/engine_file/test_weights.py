@@ -17,7 +17,7 @@ from enginewright.passes.quant import METHODS, Fp8, Int4Rtn, Int8Sq, QuantConfig
 from enginewright.passes.quant.method import stored
 from enginewright.passes.weights import open_rows, shape_of
 from tests.build.test_method_engines import CALIBRATION
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 Array = npt.NDArray[Any]
 QUANTS: list[QuantConfig] = [
@@ -141,12 +141,11 @@ def test_a_reader_in_numpy_restores_every_weight(
     quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model has experts, whose gates and ups lie in pairs, and several groups, of which the last one is short."""
-    config = tiny_config("qwen3_moe", hidden_size=80, num_hidden_layers=2, mlp_only_layers=[0])
     (tmp_path / "data.txt").write_text(CALIBRATION)
     data = str(tmp_path / "data.txt") if quant.calibrated else None
     assemblies: list[Assembly] = []
     monkeypatch.setattr(build, "assemble", lambda *rest: assemblies.append(assemble(*rest)) or assemblies[-1])
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("qwen3_moe", hidden_size=80, num_hidden_layers=2, mlp_only_layers=[0])
     build.build_engine(checkpoint, build.BuildConfig(quant=quant, gate=None, calib_data=data), tmp_path / "x.engine")
 
     reader = Reader(tmp_path / "x.engine")

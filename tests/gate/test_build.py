@@ -9,32 +9,21 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.gate import gate as gate_module
 from enginewright.builder.gate.config import GateConfig
-from enginewright.cli import main
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.errors import CorruptEngineError, QualityGateError
 from enginewright.manifest import About
 from enginewright.passes.quant import W8A8, Int4Rtn, Int8Sq, Int8Wo
 from enginewright.runtime.commands.quality import QUALITY, QualityReport
-from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
+from tests.helpers.command import run_engine
+from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint
 
 
 def in_memory(family: str = "llama", **overrides: Any) -> MemoryCheckpoint:
-    config = tiny_config(family, **overrides)
-    return MemoryCheckpoint.of(tiny_model(config), config)
+    return MemoryCheckpoint.tiny(family, **overrides)
 
 
 def quality_of(path: Path) -> QualityReport:
@@ -45,27 +34,29 @@ def quality_of(path: Path) -> QualityReport:
 
 def test_a_build_is_measured_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.engine"
-    built = run("build", checkpoint, "--quant", "int8-wo", "-o", path, "--json")
+    built = run_engine("build", checkpoint, "--quant", "int8-wo", "-o", path, "--json")
     assert built.exit_code == 0, built.output
     report = quality_of(path)
     assert json.loads(built.stdout)["quality"] == report.to_dict()
     assert report.gate == "quick" and report.measured is not None and not report.measured.failed
     assert "quality gate (quick)" in built.stderr
     assert [check.name for check in report.measured.checks] == ["kl", "top1", "ppl", "layer", "finite"]
-    assert json.loads(run("inspect", path, "--json").stdout)["quality"] == report.to_dict()
-    shown = run("inspect", path).stdout
+    assert json.loads(run_engine("inspect", path, "--json").stdout)["quality"] == report.to_dict()
+    shown = run_engine("inspect", path).stdout
     assert f"quality    KL {report.measured.whole.kl:g} nats (" in shown
     assert f"gate quick: kl {report.measured.whole.kl:g} ≤ 0.03, top1 0.9" in shown
     assert (
         f"quality  KL {report.measured.whole.kl:g} nats ("
-        in run("build", checkpoint, "--quant", "int8-wo", "-o", path).stderr
+        in run_engine("build", checkpoint, "--quant", "int8-wo", "-o", path).stderr
     )
 
 
 def test_a_failed_gate_leaves_the_folder_as_it_was(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.engine"
     path.write_bytes(b"an earlier engine")
-    built = run("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", "kl=0.0001,top1=0.99", "--json")
+    built = run_engine(
+        "build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", "kl=0.0001,top1=0.99", "--json"
+    )
     assert built.exit_code == 7 and not built.stdout
     assert path.read_bytes() == b"an earlier engine" and list(tmp_path.iterdir()) == [path]
     said = built.stderr
@@ -78,28 +69,28 @@ def test_a_failed_gate_leaves_the_folder_as_it_was(checkpoint: Path, tmp_path: P
     assert "--zero-points" in said and "--quant int8-wo" in said and "--group-size" not in said
     loosened = re.search(r"--gate (kl=\S+top1=\d\.\d+)", said)
     assert loosened is not None
-    again = run("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", loosened[1])
+    again = run_engine("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", loosened[1])
     assert again.exit_code == 0, "what it suggests passes"
 
 
 def test_what_only_full_measures_is_shown_and_can_be_limited(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.engine"
-    refused = run("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", "full,divergence=60")
+    refused = run_engine("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", "full,divergence=60")
     assert refused.exit_code == 7 and not path.exists()
     loosened = re.search(r"--gate (full,divergence=(\d+))", refused.stderr)
     assert loosened is not None
-    assert run("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", loosened[1]).exit_code == 0
+    assert run_engine("build", checkpoint, "--quant", "int4-rtn", "-o", path, "--gate", loosened[1]).exit_code == 0
     assert re.search(
-        rf"gate full: kl .*, json 0, divergence {loosened[2]} ≥ {loosened[2]}", run("inspect", path).stdout
+        rf"gate full: kl .*, json 0, divergence {loosened[2]} ≥ {loosened[2]}", run_engine("inspect", path).stdout
     )
 
 
 def test_off_is_recorded_and_changes_no_content(checkpoint: Path, tmp_path: Path) -> None:
     paths = [tmp_path / "off.engine", tmp_path / "on.engine"]
-    assert run("build", checkpoint, "-o", paths[0], "--gate", "off").exit_code == 0
-    assert run("build", checkpoint, "-o", paths[1]).exit_code == 0
+    assert run_engine("build", checkpoint, "-o", paths[0], "--gate", "off").exit_code == 0
+    assert run_engine("build", checkpoint, "-o", paths[1]).exit_code == 0
     assert quality_of(paths[0]) == QualityReport("off")
-    assert "quality    not measured (--gate off)" in run("inspect", paths[0]).stdout
+    assert "quality    not measured (--gate off)" in run_engine("inspect", paths[0]).stdout
     hashes = []
     for path in paths:
         with EngineFile.open(path) as file:
@@ -115,7 +106,7 @@ def test_engines_of_before_the_gate_are_shown(tmp_path: Path) -> None:
                 kept = {"dtype": form.dtype, "shape": form.shape, "layout": form.layout, "evidence": form.evidence}
                 writer.add(name, file.read_section(name), **kept)  # type: ignore[arg-type]
         writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
-    assert "quality    not known" in run("inspect", tmp_path / "old.engine").stdout
+    assert "quality    not known" in run_engine("inspect", tmp_path / "old.engine").stdout
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
@@ -159,7 +150,7 @@ class _Page(HTMLParser):
 def test_the_report_is_one_page_and_json(limits: str, checkpoint: Path, tmp_path: Path) -> None:
     """A build that the gate refuses writes its report too."""
     page = tmp_path / "report.html"
-    built = run("build", checkpoint, "-o", tmp_path / "x.engine", "--report", page, "--gate", limits)
+    built = run_engine("build", checkpoint, "-o", tmp_path / "x.engine", "--report", page, "--gate", limits)
     assert built.exit_code == (0 if limits == "quick" else 7)
     assert (tmp_path / "x.engine").exists() == (limits == "quick")
     told = json.loads((tmp_path / "report.json").read_text())
@@ -187,7 +178,7 @@ def test_names_in_a_report_are_text(tmp_path: Path) -> None:
 
 
 def test_a_json_report_stands_alone(checkpoint: Path, tmp_path: Path) -> None:
-    built = run("build", checkpoint, "-o", tmp_path / "x.engine", "--report", tmp_path / "r.json")
+    built = run_engine("build", checkpoint, "-o", tmp_path / "x.engine", "--report", tmp_path / "r.json")
     assert built.exit_code == 0 and {file.name for file in tmp_path.iterdir()} == {"x.engine", "r.json"}
 
 
@@ -207,7 +198,9 @@ def test_what_cannot_be_meant_is_refused_before_the_build(
 ) -> None:
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "blocked.json").mkdir()
-    built = run("build", checkpoint, "-o", tmp_path / "x.engine", *(option.format(tmp_path) for option in options))
+    built = run_engine(
+        "build", checkpoint, "-o", tmp_path / "x.engine", *(option.format(tmp_path) for option in options)
+    )
     assert built.exit_code == 2 and words in built.stderr
     assert "import the model" not in built.stderr and not (tmp_path / "x.engine").exists()
 
@@ -259,7 +252,7 @@ def test_a_model_that_is_broken_itself_is_refused_as_such(tmp_path: Path) -> Non
 
 def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = tiny_checkpoint(tmp_path, "llama", vocab_size=200)
-    built = run("build", other, "-o", tmp_path / "x.engine")
+    built = run_engine("build", other, "-o", tmp_path / "x.engine")
     assert built.exit_code == 3 and "the model has 200" in built.stderr
 
 

@@ -19,7 +19,7 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from tests import tolerances
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 VOCAB = 307
 
@@ -85,8 +85,7 @@ def test_ranges_of_positions_double() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_blocks_and_threads_change_nothing(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config("qwen3")
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("qwen3")
     build_engine(checkpoint, BuildConfig(quant=Int8Wo(), gate=None), tmp_path / "tiny.engine")
     texts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 2, 61, 97)]
     source = stream(build_graph(checkpoint), texts)
@@ -102,8 +101,7 @@ def test_blocks_and_threads_change_nothing(threads: int, tmp_path: Path, monkeyp
 
 
 def test_held_out_texts_are_cut_by_one_share(tmp_path: Path) -> None:
-    config = tiny_config("llama")
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama")
     build_engine(checkpoint, BuildConfig(gate=None), tmp_path / "tiny.engine")
     with Engine.open(tmp_path / "tiny.engine") as engine:
         whole, cut = held_out(engine.tokenizer, VOCAB), held_out(engine.tokenizer, VOCAB, 4096, 300)

@@ -29,8 +29,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 
 def measured(path: Path, quant: QuantConfig, family: str = "llama", **overrides: object) -> Measured:
-    config = tiny_config(family, **overrides)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny(family, **overrides)
     report = build_engine(checkpoint, BuildConfig(quant=quant, gate=LOOSE), path / "tiny.engine")
     assert report.quality.measured is not None
     return report.quality.measured
@@ -95,8 +94,7 @@ def test_errors_are_those_of_each_layer_by_itself(family: str, quant: QuantConfi
 
 def refused_layers(path: Path, quant: QuantConfig, **overrides: object) -> list[str]:
     """The lines of the table of a build that its gate refuses; nothing is left of it."""
-    config = tiny_config("llama", **overrides)
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    checkpoint = MemoryCheckpoint.tiny("llama", **overrides)
     with pytest.raises(QualityGateError) as refused:
         build_engine(checkpoint, BuildConfig(quant=quant), path / "tiny.engine")
     assert refused.value.exit_code == 7
@@ -192,11 +190,8 @@ def test_an_error_that_is_no_number_comes_first(tmp_path: Path, monkeypatch: pyt
         return codes, torch.full_like(scale, torch.nan) if "layers.1.self_attn.o_proj" in name else scale
 
     monkeypatch.setattr(Int8Wo, "quantize", broken)
-    config = tiny_config("llama")
     with pytest.raises(QualityGateError) as refused:
-        build_engine(
-            MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(quant=Int8Wo()), tmp_path / "x.engine"
-        )
+        build_engine(MemoryCheckpoint.tiny("llama"), BuildConfig(quant=Int8Wo()), tmp_path / "x.engine")
     text = str(refused.value)
     assert "finite is 0, at least 1 passes" in text and "kl is not a number" in text
     assert text.index("model.layers.1.self_attn.o_proj") < text.index("model.layers.1.mlp")

@@ -16,13 +16,12 @@ from enginewright.builder.progress import Silent
 from enginewright.errors import QualityGateError
 from enginewright.passes.quant import Int4Rtn, Int8Wo
 from enginewright.runtime.commands.quality import Check, Measured, QualityReport, describe_quality
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> MemoryCheckpoint:
-    config = tiny_config("llama")
-    return MemoryCheckpoint.of(tiny_model(config), config)
+    return MemoryCheckpoint.tiny("llama")
 
 
 class Counted(Silent):

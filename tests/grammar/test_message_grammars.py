@@ -38,8 +38,7 @@ from enginewright.runtime.text.messages.parser import (
 )
 from enginewright.runtime.text.messages.pythonic import PYTHONIC
 from enginewright.runtime.text.messages.qwen3_xml import QWEN3_XML
-from enginewright.runtime.text.tokenizer import Tokenizer
-from tests.helpers.tiny import MemoryCheckpoint
+from tests.helpers.token_bytes import byte_level
 
 WEATHER = {
     "type": "object",
@@ -73,17 +72,12 @@ NAMES = {"ids": lambda one: getattr(one, "name", str(one))}
 
 
 @cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json, {}, None)
-
-
-@cache
 def trie() -> LLTokenizer:
-    return LLTokenizer(tokenizer().to_json(), len(tokenizer()), [end()])
+    return LLTokenizer(byte_level().to_json(), len(byte_level()), [end()])
 
 
 def end() -> int:
-    token = tokenizer().token_id("<|end|>")
+    token = byte_level().token_id("<|end|>")
     assert token is not None
     return token
 
@@ -107,7 +101,7 @@ def written(found: LLMatcher, seed: int, begun: str = "") -> str:
         bits = np.unpackbits(np.frombuffer(found.compute_bitmask(), np.uint8), bitorder="little")
         token = rng.choice(bits.nonzero()[0].tolist())
         if token == end():
-            return tokenizer().decode(tokens, skip_special_tokens=False)
+            return byte_level().decode(tokens, skip_special_tokens=False)
         assert found.consume_token(token)
         tokens.append(token)
     raise AssertionError("it does not end")
@@ -115,7 +109,7 @@ def written(found: LLMatcher, seed: int, begun: str = "") -> str:
 
 def split(text: str) -> list[int]:
     """The tokens of each character, since whole marks are special tokens of this tokenizer's."""
-    return [token for char in text for token in tokenizer().encode(char, add_special_tokens=False)]
+    return [token for char in text for token in byte_level().encode(char, add_special_tokens=False)]
 
 
 def passes(found: LLMatcher, text: str) -> bool:

@@ -1,6 +1,5 @@
 """Paged attention as GPUs launch it, in emulation: sequences in pools, and the expected results in float64."""
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from tests.emulator.kernels import EmulationError, Kernels
 from tests.helpers.cuda_call import POISON, Operand, as_bf16, empty, from_bf16, instances, run, strided, vector
 from tests.helpers.cuda_kv import PagedKv
-from tests.helpers.paged_kv import SPLIT, AttendedText, Chunk, Heads, random_text, stored
+from tests.helpers.paged_kv import SPLIT, Chunk, Heads, sinks_of, stored, text
 from tests.tolerances import BF16_ROUNDING, CUDA_ATTENTION
 
 KERNEL = PLUGINS["PagedAttention"].kernels["cuda"]
@@ -196,20 +195,6 @@ def sizes_of(chunks: Sequence[Chunk]) -> StepSizes:
         kv_blocks=-(-longest // 32),
         kv_splits=-(-longest // SPLIT),
     )
-
-
-def sinks_of(heads: Heads) -> torch.Tensor:
-    """One sink's logit for each head: from negligible ones to ones that take nearly all weight."""
-    return torch.linspace(-9, 9, heads.heads)
-
-
-@functools.cache
-def text(heads: Heads, length: int, seed: int = 0) -> AttendedText:
-    return random_text(heads, length, seed)
-
-
-def whole(heads: Heads, length: int, seed: int = 0) -> Chunk:
-    return Chunk(text(heads, length, seed), 0, length)
 
 
 def part(heads: Heads, start: int, end: int, seed: int = 0) -> Chunk:

@@ -7,7 +7,9 @@ from types import MappingProxyType
 import numpy as np
 
 from enginewright.plan import Launch, Linear, StepSizes, linear
+from enginewright.plugins import PLUGINS
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
+from enginewright.plugins.registry import STANDARD_OPS
 from enginewright.triton_instance import TritonInstance
 from tests.emulator.kernels import SCHEDULES, Instance, Kernels
 
@@ -53,6 +55,13 @@ def as_bf16(values: np.ndarray) -> np.ndarray:
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def kernel_of(op: str) -> CudaKernel:
+    """The kernel of a plugin, or of a standard op, for GPUs."""
+    kernel = (STANDARD_OPS.get(op) or PLUGINS[op]).kernels["cuda"]
+    assert isinstance(kernel, CudaKernel)
+    return kernel
 
 
 def instances(binding: CudaKernel, launches: Sequence[Launch]) -> list[Instance]:

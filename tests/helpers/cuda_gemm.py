@@ -271,3 +271,7 @@ def assert_each_site_is_missed(kernels: Kernels, problems: Sequence[Problem], se
             assert any(
                 missed(problem, result, run) for problem, result in zip(problems, whole, strict=True) for run in runs
             ), f"nothing is missed without {site}"
+
+
+def name_of(gemm: Gemm, tokens: int) -> str:
+    return f"{gemm.format}-{gemm.rows}x{gemm.columns}-{gemm.epilogue}-{gemm.group}-{tokens}"

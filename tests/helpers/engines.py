@@ -5,12 +5,14 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.manifest import About
 from enginewright.passes.quant import QuantConfig
+from tests.helpers.tiny import MemoryCheckpoint
 
 
 @cache
@@ -24,10 +26,20 @@ def folder_of_engines() -> Path:
 def built(checkpoint: Path, quant: str | QuantConfig, kv_cache_dtype: str = "bf16") -> Path:
     """The engine of a checkpoint, for the CPU; the gate would take longer than the build."""
     method = quant_config(quant) if isinstance(quant, str) else quant
-    output = folder_of_engines() / f"{len(list(folder_of_engines().iterdir()))}-{method.name}.engine"
     config = BuildConfig(quant=method, kv_cache_dtype=kv_cache_dtype, gate=None)
-    build_engine(open_checkpoint(str(checkpoint)), config, output)
+    build_engine(open_checkpoint(str(checkpoint)), config, output := _next_path(method.name))
     return output
+
+
+@cache
+def built_tiny(family: str, **overrides: Any) -> Path:
+    """The engine of a tiny model in bf16, for the CPU. overrides: entries of its `tiny_config`."""
+    build_engine(MemoryCheckpoint.tiny(family, **overrides), BuildConfig(gate=None), output := _next_path(family))
+    return output
+
+
+def _next_path(name: str) -> Path:
+    return folder_of_engines() / f"{len(list(folder_of_engines().iterdir()))}-{name}.engine"
 
 
 def copied(engine: Path, path: Path, changed: dict[str, bytes], **about: object) -> Path:

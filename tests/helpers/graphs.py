@@ -15,7 +15,7 @@ from enginewright.passes.pipeline import pipeline
 from enginewright.passes.quant import METHODS, Bf16, QuantConfig
 from enginewright.plugins.plugin import DOMAIN
 from tests.helpers.onnx_run import Array, Oracle
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 # Methods that look at activations write the formats of these, and have tests of their own.
 QUANTS: list[QuantConfig] = [method() for method in METHODS if not method.info.calibrated]
@@ -46,8 +46,7 @@ STATE_CASES: dict[str, tuple[str, dict[str, object]]] = {
 @cache
 def checkpoint_of(case: str) -> MemoryCheckpoint:
     family, overrides = (CASES | STATE_CASES)[case]
-    config = tiny_config(family, **overrides)
-    return MemoryCheckpoint.of(tiny_model(config), config)
+    return MemoryCheckpoint.tiny(family, **overrides)
 
 
 def dense_graph(case: str) -> ir.Model:
@@ -144,3 +143,8 @@ def with_noise(model: ir.Model, size: float) -> ir.Model:
         ir.convenience.replace_all_uses_with(exact, off.outputs[0])
         wide.replace_input_with(0, exact)
     return noisy
+
+
+def norm_of_everything(model: ir.Model) -> None:
+    """Makes a layer's norm one over more than the last axis."""
+    model.graph.node("layers.1.input_layernorm").attributes.add(ir.AttrInt64("axis", 1))

@@ -1,5 +1,6 @@
 """Sequences with queries, keys and values, and their KV laid out in pools as csrc/cpu/kernel.h says."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,20 @@ def random_text(heads: Heads, length: int, seed: int, spread: float = 2.0) -> At
         return (torch.randn(length, count, heads.head_dim, generator=generator) * factor).bfloat16()
 
     return AttendedText(normal(heads.heads, spread), normal(heads.kv_heads, 1), normal(heads.kv_heads, 1))
+
+
+@functools.cache
+def text(heads: Heads, length: int, seed: int = 0) -> AttendedText:
+    return random_text(heads, length, seed)
+
+
+def whole(heads: Heads, length: int, seed: int = 0) -> Chunk:
+    return Chunk(text(heads, length, seed), 0, length)
+
+
+def sinks_of(heads: Heads) -> torch.Tensor:
+    """One sink's logit for each head: from negligible ones to ones that take nearly all weight."""
+    return torch.linspace(-9, 9, heads.heads)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,8 @@
-"""Twenty prompts of mixed kinds, for tests that compare whole texts."""
+"""Prompts: twenty of mixed kinds, for tests that compare whole texts, and random ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
 
 PROMPTS = [
     "What is the capital of France?",
@@ -22,3 +26,9 @@ PROMPTS = [
     "What are the rules of chess for the knight?",
     "Say something about the number zero.",
 ]
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random tokens of a tiny model, without special ones."""
+    random = np.random.default_rng(seed)
+    return [random.integers(3, 300, length).tolist() for length in lengths]

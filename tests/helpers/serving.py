@@ -124,6 +124,15 @@ class Answer:
         return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
+def named_events(answer: Answer) -> list[Any]:
+    """The events of a stream in which each names its type twice."""
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    *blocks, rest = answer.body.decode().split("\n\n")
+    values = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
+    assert rest == "" and [f"event: {value['type']}" for value in values] == [block.split("\n")[0] for block in blocks]
+    return values
+
+
 class Running:
     """engines: belongs to the server's thread; `call` goes there. So do llm and service, of an engine that stays open.
 
@@ -297,6 +306,14 @@ def running(
 def head_of(request: str, *headers: str) -> bytes:
     """Writes the head of a request: its method and path, Host, and further headers."""
     return "\r\n".join([f"{request} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
+
+
+def free_port() -> int:
+    """A port on which nothing listens now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 POLL_S = 0.005

@@ -651,6 +651,12 @@ class MemoryCheckpoint:
         }
         return MemoryCheckpoint(config, stored)
 
+    @staticmethod
+    def tiny(family: str, **overrides: Any) -> "MemoryCheckpoint":
+        """The checkpoint of a tiny model. overrides: entries of its `tiny_config`."""
+        config = tiny_config(family, **overrides)
+        return MemoryCheckpoint.of(tiny_model(config), config)
+
     @property
     def tokenizer(self) -> TokenizerFiles:
         return TokenizerFiles(_tokenizer_json().encode(), _tokenizer_config(), _CHAT_TEMPLATE)
@@ -669,7 +675,7 @@ class MemoryCheckpoint:
 
 def wide_checkpoint() -> MemoryCheckpoint:
     """A model that is wide enough for two splits of K, and for sums in another order to round to another bfloat16."""
-    config = tiny_config(
+    return MemoryCheckpoint.tiny(
         "llama",
         num_hidden_layers=2,
         hidden_size=160,
@@ -677,7 +683,6 @@ def wide_checkpoint() -> MemoryCheckpoint:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    return MemoryCheckpoint.of(tiny_model(config), config)
 
 
 def tiny_checkpoint(tmp_path: Path, family: str, max_shard_size: str = "5GB", **overrides: Any) -> Path:

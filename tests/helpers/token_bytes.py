@@ -1,12 +1,14 @@
-"""Bytes of tokens, and where these begin in a text, found without the library."""
+"""Bytes of tokens, and where these begin in a text, found without the library; and a tokenizer for it."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from enginewright.runtime.text.tokenizer import Tokenizer
+from tests.helpers.tiny import MemoryCheckpoint
 
 BYTES = {name: byte for byte, name in bytes_to_unicode().items()}
 
@@ -32,3 +34,9 @@ def starts_of(data: bytes) -> list[int]:
 def offsets_of(pieces: Sequence[bytes]) -> list[int]:
     starts = starts_of(b"".join(pieces))
     return [max(bisect_right(starts, place) - 1, 0) for place in accumulate(map(len, pieces[:-1]), initial=0)]
+
+
+@cache
+def byte_level() -> Tokenizer:
+    """A tokenizer like Llama 3's: every byte is a token, and merges may end in the middle of a character."""
+    return Tokenizer(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json, {}, None)

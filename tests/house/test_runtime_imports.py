@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from enginewright.builder.build import BuildConfig, build_engine
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 BUILDER = (
     "torch",
@@ -32,8 +32,7 @@ SLOW = (
 
 
 def test_an_answer_needs_no_builder_and_starts_without_slow_imports(tmp_path: Path) -> None:
-    config = tiny_config("llama")
-    build_engine(MemoryCheckpoint.of(tiny_model(config), config), BuildConfig(), tmp_path / "tiny.engine")
+    build_engine(MemoryCheckpoint.tiny("llama"), BuildConfig(), tmp_path / "tiny.engine")
     code = (
         "import json, sys\n"
         "from enginewright import LLM, SamplingParams\n"

@@ -8,7 +8,6 @@ import faulthandler
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 
 from tests.conftest import SMOLLM2
 from tests.helpers.documents import PAGES, ROOT, Block, blocks
+from tests.helpers.serving import free_port
 
 ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -50,13 +50,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "engines/smollm2.engine").symlink_to(ENGINE)
     (tmp_path / Path(SMOLLM2).name).symlink_to(ROOT / SMOLLM2)
     return tmp_path
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 class Page:

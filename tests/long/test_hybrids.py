@@ -10,9 +10,10 @@ from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from tests import tolerances
 from tests.checkpoint import test_hybrids as short
-from tests.checkpoint.test_hybrids import GREEDY, config_of, engine_of, generated, texts, tokens_of
+from tests.checkpoint.test_hybrids import GREEDY, config_of, engine_of, generated, texts
 from tests.helpers.breadth import others, repeated
 from tests.helpers.graphs import relative_error
+from tests.helpers.llm import tokens_of
 from tests.helpers.tiny import HYBRIDS, OF_EACH_STATE, tiny_model
 
 PROMPT, STEPS = 3000, 200

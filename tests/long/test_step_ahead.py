@@ -6,11 +6,12 @@ import pytest
 
 from enginewright.runtime.engine import Engine
 from tests.core import test_step_ahead as short
+from tests.helpers.engines import built_tiny
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with short.engine_of("llama", tmp_path_factory.mktemp("ahead")) as opened:
+def engine() -> Iterator[Engine]:
+    with Engine.open(built_tiny("llama", tie_word_embeddings=False)) as opened:
         yield opened
 
 

@@ -23,7 +23,7 @@ from enginewright.passes.weights import open_rows, read
 from enginewright.plugins.elementwise.softcap import SOFTCAP
 from tests.checkpoint.test_models import large_checkpoint
 from tests.golden.rewrites import TABLE, rewrites
-from tests.helpers.graphs import QUANTS, checkpoint_of, dense_graph
+from tests.helpers.graphs import QUANTS, checkpoint_of, dense_graph, norm_of_everything
 from tests.helpers.tiny import MemoryCheckpoint
 
 
@@ -246,16 +246,12 @@ def _exponential(model: ir.Model) -> None:
     norm.replace_input_with(0, output)
 
 
-def _norm_of_everything(model: ir.Model) -> None:
-    model.graph.node("layers.1.input_layernorm").attributes.add(ir.AttrInt64("axis", 1))
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (_bias_the_residual, r"node biased \(Add\) has no kernel: norm normalizes a sum with a constant\."),
         (_exponential, r"node grown \(Exp\) has no kernel"),
-        (_norm_of_everything, r"layers\.1\.input_layernorm \(RMSNormalization\) has no kernel.*more than axis -1"),
+        (norm_of_everything, r"layers\.1\.input_layernorm \(RMSNormalization\) has no kernel.*more than axis -1"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -10,7 +10,7 @@ from enginewright.passes.graph import standard, typed
 from enginewright.passes.pass_manager import check_graph
 from enginewright.plugins.elementwise.softcap import SOFTCAP
 from tests import tolerances
-from tests.helpers.graphs import DenseRun, graph_before, random_tokens, relative_error
+from tests.helpers.graphs import DenseRun, graph_before, norm_of_everything, random_tokens, relative_error
 from tests.helpers.onnx_run import Array
 from tests.helpers.ragged import RaggedRun
 
@@ -96,10 +96,6 @@ def both(*spoils: Spoil) -> Spoil:
             each(model)
 
     return spoil
-
-
-def norm_of_everything(model: ir.Model) -> None:
-    model.graph.node("layers.1.input_layernorm").attributes.add(ir.AttrInt64("axis", 1))
 
 
 def add_a_mean(model: ir.Model) -> None:

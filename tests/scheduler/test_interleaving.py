@@ -1,7 +1,6 @@
 """Requests that arrive while other completions are being read: one KV cache, and no text changes."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,9 @@ from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.llm import is_idle
+from tests.helpers.serving import wait_until
+from tests.helpers.tiny import MemoryCheckpoint
 
 LIMITS = {"max_model_len": 200, "max_num_seqs": 3, "max_num_batched_tokens": 24, "threads": 1}
 LIMITS["kv_cache_memory"] = 1 << 20
@@ -24,8 +25,8 @@ PROMPTS = [np.random.default_rng(4).integers(3, 300, length).tolist() for length
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    config = tiny_config("gemma3_text", tie_word_embeddings=False)  # a tied tiny model repeats itself whatever it sees
-    checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+    # A tied tiny model repeats itself whatever it sees.
+    checkpoint = MemoryCheckpoint.tiny("gemma3_text", tie_word_embeddings=False)
     checkpoint = replace(checkpoint, generation_config={"temperature": 0.6, "top_p": 0.9})
     path = tmp_path_factory.mktemp("interleaving") / "tiny.engine"
     build_engine(checkpoint, BuildConfig(), path)
@@ -47,19 +48,6 @@ def alone(engine: Engine) -> list[list[int]]:
 
 def tokens_of(deltas: Iterable[Delta]) -> list[int]:
     return [token.token for delta in deltas for token in delta.tokens]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Waits until a condition holds: the engine's thread handles calls only at its next step."""
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def all_back(llm: LLM) -> bool:
-    stats = llm.stats()
-    return (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
 
 
 def test_streams_read_in_turns(llm: LLM, alone: list[list[int]]) -> None:
@@ -92,7 +80,7 @@ def test_a_stream_that_is_left_gives_its_blocks_back(llm: LLM, alone: list[list[
         for _ in range(after):
             next(stream)
         del stream
-        wait_until(lambda: all_back(llm))
+        wait_until(lambda: is_idle(llm))
     assert llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].token_ids == alone[1]
 
 
@@ -103,7 +91,7 @@ def test_a_batch_that_is_interrupted_gives_its_blocks_back(llm: LLM, alone: list
 
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY, on_progress=interrupt)
-    wait_until(lambda: all_back(llm))
+    wait_until(lambda: is_idle(llm))
     assert [result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY)] == alone
 
 

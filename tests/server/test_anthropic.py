@@ -10,7 +10,7 @@ import pytest
 
 from enginewright.runtime.server.anthropic_body import read_messages
 from enginewright.runtime.server.keys import UnusedKeys
-from tests.helpers.serving import HELLO, Answer, Running, exactly, running
+from tests.helpers.serving import HELLO, Answer, Running, exactly, named_events, running
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ADD = {
@@ -34,15 +34,6 @@ def asked(text: str = MESSAGE, **keys: Any) -> Any:
 
 def post(server: Running, body: Any, path: str = MESSAGES) -> Answer:
     return server.post(path, {"max_tokens": 8, "messages": HELLO, **body}, {"X-Api-Key": "key"})
-
-
-def events(answer: Answer) -> list[Any]:
-    """The events of a stream; each names its type twice."""
-    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    *blocks, rest = answer.body.decode().split("\n\n")
-    values = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
-    assert rest == "" and [f"event: {value['type']}" for value in values] == [block.split("\n")[0] for block in blocks]
-    return values
 
 
 def shown(server: Running, claude: anthropic.Anthropic, **keys: Any) -> str:
@@ -94,7 +85,7 @@ def test_async_client(server: Running) -> None:
 
 def test_events(server: Running) -> None:
     body = {"max_tokens": 400, "tools": TOOLS, "thinking": THINKING, "structured_outputs": exactly(MESSAGE)}
-    start, ping, *blocks, delta, stop = events(post(server, body | {"stream": True}))
+    start, ping, *blocks, delta, stop = named_events(post(server, body | {"stream": True}))
     assert start["type"] == "message_start" and ping == {"type": "ping"} and stop == {"type": "message_stop"}
     message = start["message"]
     assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["output_tokens"] == 0
@@ -135,7 +126,7 @@ def test_arguments_that_were_cut_off(server: Running, claude: anthropic.Anthropi
     cut = block.input["INVALID_JSON"]
     assert isinstance(cut, str) and cut and '{"a": 1}'.startswith(cut)
     body = {"max_tokens": count, "tools": TOOLS, "structured_outputs": exactly(CALL), "stream": True}
-    deltas = [event["delta"] for event in events(post(server, body)) if event["type"] == "content_block_delta"]
+    deltas = [event["delta"] for event in named_events(post(server, body)) if event["type"] == "content_block_delta"]
     assert "".join(delta["partial_json"] for delta in deltas) == cut
 
 
@@ -231,7 +222,7 @@ def test_tools_may_be_called_where_the_answer_has_a_format(at_once: Running) -> 
         for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "add"}, {"type": "none"}):
             asked = body | {"seed": seed, "tool_choice": choice}
             answer = post(at_once, asked).json
-            streamed = events(post(at_once, asked | {"stream": True}))
+            streamed = named_events(post(at_once, asked | {"stream": True}))
             starts = [one["content_block"]["type"] for one in streamed if one["type"] == "content_block_start"]
             assert starts == [block["type"] for block in answer["content"]]
             for block in answer["content"]:
@@ -271,7 +262,7 @@ def test_a_timeout(server: Running) -> None:
     asked = {"max_tokens": 4000, "messages": HELLO, "ignore_eos": True}
     answer = post(server, asked | {"timeout": 0.2})
     assert (answer.status, answer.json["error"]["type"]) == (504, "timeout_error")
-    *_, last = events(server.begin_with_timeout(MESSAGES, asked, {"X-Api-Key": "key"}))
+    *_, last = named_events(server.begin_with_timeout(MESSAGES, asked, {"X-Api-Key": "key"}))
     assert last["error"]["type"] == "timeout_error"
 
 

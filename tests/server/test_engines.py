@@ -36,7 +36,7 @@ from enginewright.runtime.speculation.methods import plan_engine_memory
 from tests.helpers.engine_swaps import swap_engines
 from tests.helpers.odd_files import ODD_FILES, make_sparse
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, LIMITS, Answer, Running, running, tiny_engine, wait_until
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 NAMES = ("llama", "mistral", "qwen3")
 TWO = 10 << 20  # memory for any two of them under SMALL (2, 3 and 6 MiB), and not for all three
@@ -49,8 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three engines that write different texts."""
     place = tmp_path_factory.mktemp("engines")
     for family in NAMES:
-        config = tiny_config(family, tie_word_embeddings=False, max_position_embeddings=1024)
-        checkpoint = MemoryCheckpoint.of(tiny_model(config), config)
+        checkpoint = MemoryCheckpoint.tiny(family, tie_word_embeddings=False, max_position_embeddings=1024)
         build_engine(checkpoint, BuildConfig(gate=None), place / f"{family}.engine")
     return place
 
@@ -125,8 +124,7 @@ def test_the_least_recently_used_is_closed(server: Running) -> None:
 @pytest.mark.parametrize("kv_cache_memory", [4 << 20, None])
 def test_the_memory_of_a_draft_is_counted(tmp_path: Path, kv_cache_memory: int | None) -> None:
     """A draft's activations and KV cache are in the forecast of both models, and another engine is closed for them."""
-    config = tiny_config("llama", tie_word_embeddings=False, max_position_embeddings=1024)
-    model = MemoryCheckpoint.of(tiny_model(config), config)
+    model = MemoryCheckpoint.tiny("llama", tie_word_embeddings=False, max_position_embeddings=1024)
     for name in "ab":
         build_engine(model, BuildConfig(gate=None), tmp_path / f"{name}.engine", draft=FirstLayers(1))
     limits = SMALL | {"kv_cache_memory": kv_cache_memory, "speculate": "skip"}

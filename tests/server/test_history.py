@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.text.chat_template import ChatTemplate
+from enginewright.runtime.text.worker_process import WorkerProcess
 from tests.helpers.serving import CHAT, HELLO, Running, exactly
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -283,8 +284,8 @@ def test_templates_that_refuse_empty_answers() -> None:
 
 def test_a_template_that_takes_too_much_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ 'x'.center(3000000000) }}")
-    ask, asked = template._worker.ask, list[bytes]()
-    monkeypatch.setattr(template._worker, "ask", lambda data: asked.append(data) or ask(data))
+    ask, asked = WorkerProcess.ask, list[bytes]()
+    monkeypatch.setattr(WorkerProcess, "ask", lambda worker, data: asked.append(data) or ask(worker, data))
     with pytest.raises(EngineError, match="the chat template does not end"):
         template.render([{"role": "assistant", "content": "", "tool_calls": []}], {})
     assert len(asked) == 1

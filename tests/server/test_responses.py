@@ -18,7 +18,7 @@ from enginewright.runtime.server.form import Choice, PromptPart
 from enginewright.runtime.server.responses_store import ResponseStore, StoredResponse
 from enginewright.runtime.text.messages.formats import new_parser
 from enginewright.runtime.text.messages.parser import joined
-from tests.helpers.serving import CHAT, HELLO, Answer, Running, exactly, running
+from tests.helpers.serving import CHAT, HELLO, Answer, Running, exactly, named_events, running
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -64,11 +64,8 @@ def get(server: Running, path: str, key: str = "key") -> Answer:
 
 
 def events(answer: Answer) -> list[Any]:
-    """The events of a stream; each names its type twice, and has its number."""
-    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    *blocks, rest = answer.body.decode().split("\n\n")
-    values = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
-    assert rest == "" and [f"event: {value['type']}" for value in values] == [block.split("\n")[0] for block in blocks]
+    """The events of a stream; each has its number."""
+    values = named_events(answer)
     assert [value["sequence_number"] for value in values] == list(range(len(values)))
     return values
 

@@ -8,8 +8,8 @@ import pytest
 from enginewright.runtime.server.text_offsets import TextOffsets, prompt_offsets
 from enginewright.runtime.text.tokenizer import Tokenizer
 from tests.helpers.tiny import BEGIN
-from tests.helpers.token_bytes import byte_level_bytes, offsets_of
-from tests.text.test_tokenizer import TEXTS, TOKENIZERS, byte_level, bytes_of
+from tests.helpers.token_bytes import byte_level, byte_level_bytes, offsets_of
+from tests.text.test_tokenizer import TEXTS, TOKENIZERS, bytes_of
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> bytes:

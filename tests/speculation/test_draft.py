@@ -46,8 +46,7 @@ PROMPTS = [[5, 9, 200, 17, 33, 4, 99], [301]]
 
 
 def tiny(name: str, **changes: Any) -> MemoryCheckpoint:
-    config = tiny_config("llama", tie_word_embeddings=False, **changes)
-    return replace(MemoryCheckpoint.of(tiny_model(config), config), name=name)
+    return replace(MemoryCheckpoint.tiny("llama", tie_word_embeddings=False, **changes), name=name)
 
 
 @dataclass

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.core.completion import Completion
 from enginewright.runtime.core.engine_core import EngineCore
@@ -15,7 +14,7 @@ from enginewright.runtime.core.request import Request
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.sampling.sampler import SampledToken
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.engines import built_tiny
 
 LIMITS: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1}
 NEVER, VOCAB = 306, 307
@@ -30,15 +29,9 @@ ASKED = [
 
 
 @pytest.fixture(scope="module", params=["gemma3_text", "qwen3_5_text"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """An engine with windows, and one with a state that cannot be rolled back."""
-    config = tiny_config(request.param, tie_word_embeddings=False)
-    build_engine(
-        MemoryCheckpoint.of(tiny_model(config), config),
-        BuildConfig(gate=None),
-        path := tmp_path_factory.mktemp("draft_tokens") / "tiny.engine",
-    )
-    with Engine.open(path) as opened:
+    with Engine.open(built_tiny(request.param, tie_word_embeddings=False)) as opened:
         yield opened
 
 

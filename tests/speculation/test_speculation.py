@@ -36,7 +36,7 @@ from enginewright.runtime.step.step_cost import StepCost
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.late_executor import LateExecutor
 from tests.helpers.mixed_requests import LIMITS, Recorded, answers, check_draft_tokens, check_same
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint
 
 REQUESTS = 40
 
@@ -52,8 +52,8 @@ def engine_of(family: str, draft: str | int | None = None) -> Path:
 
 @cache
 def checkpoint_of(family: str) -> MemoryCheckpoint:
-    config = tiny_config(family, tie_word_embeddings=True)  # greedy, it repeats itself
-    return MemoryCheckpoint.of(tiny_model(config), config)
+    # Greedy, it repeats itself.
+    return MemoryCheckpoint.tiny(family, tie_word_embeddings=True)
 
 
 DRAFTS: list[tuple[str, str | int]] = [

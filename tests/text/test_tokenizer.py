@@ -34,15 +34,10 @@ from enginewright.runtime.text.tokenizer import Tokenizer
 from enginewright.runtime.text.worker_process import WorkerProcess
 from tests.helpers.serving import wait_until
 from tests.helpers.tiny import BEGIN, END, MemoryCheckpoint
+from tests.helpers.token_bytes import byte_level
 
 BROKEN = "\ufffd"
 TEXTS = ["Größe, naïve", "東京タワー", "🙂🇫🇷👩‍👩‍👧", "a b  c\n\td", " The quick", "מזל טוב", "x" * 40, "é" * 9, "𝔘𝔫"]  # noqa: RUF001
-
-
-@cache
-def byte_level() -> Tokenizer:
-    """A tokenizer like Llama 3's: every byte is a token, and merges may end in the middle of a character."""
-    return Tokenizer(MemoryCheckpoint({}, {}).tokenizer.tokenizer_json, {}, None)
 
 
 @cache

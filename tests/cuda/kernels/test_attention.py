@@ -16,9 +16,8 @@ from tests.helpers.cuda_attention import (
     compiled,
     decode,
     part,
-    whole,
 )
-from tests.helpers.paged_kv import Heads
+from tests.helpers.paged_kv import Heads, whole
 
 SMALL = Heads(6, 2, 24)
 BY_KV = [Attention(SMALL, kv, out="f32") for kv in ("bf16", "i8", "e4m3", "u4")]

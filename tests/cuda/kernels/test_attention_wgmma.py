@@ -11,9 +11,8 @@ from tests.helpers.cuda_attention import (
     compiled,
     decode,
     part,
-    whole,
 )
-from tests.helpers.paged_kv import Heads
+from tests.helpers.paged_kv import Heads, whole
 
 PLAIN = Attention(Heads(6, 2, 50), out="f32", wgmma=True)
 ATTENTIONS = [
@@ -25,9 +24,7 @@ ATTENTIONS = [
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    if not Kernels.are_for(90):
-        pytest.skip("wgmma is Hopper's alone, and this is another GPU")
+def kernels(on_hopper: None) -> Kernels:
     return compiled(ATTENTIONS, 90)
 
 

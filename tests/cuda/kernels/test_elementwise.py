@@ -6,25 +6,17 @@ import torch
 
 from enginewright.builder.lower import PackedForm, pack
 from enginewright.plan import Linear, linear, step_sizes
-from enginewright.plugins import PLUGINS
-from enginewright.plugins.kernel import CudaKernel, Matrix
-from enginewright.plugins.registry import STANDARD_OPS
+from enginewright.plugins.kernel import Matrix
 from enginewright.runtime.device.cuda.sampling import SAMPLED_ROW
-from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
+from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, kernel_of, strided, vector
 from tests.tolerances import BF16_ROUNDING, TANH_GELU_SILU
 
 TOKENS, LOGIT_ROWS = linear(tokens=1), linear(logit_rows=1)
 SIZES = step_sizes(tokens=5, sequences=2, logit_rows=3)
 
 
-def kernel(op: str) -> CudaKernel:
-    binding = (STANDARD_OPS.get(op) or PLUGINS[op]).kernels["cuda"]
-    assert isinstance(binding, CudaKernel)
-    return binding
-
-
 def run(op: str, operands: dict[str, Operand], **attributes: float | str) -> Operand:
-    call = CudaCall(kernel(op), {role: operand.matrix for role, operand in operands.items()}, **attributes)
+    call = CudaCall(kernel_of(op), {role: operand.matrix for role, operand in operands.items()}, **attributes)
     call.run(operands, SIZES)
     return operands["out"]
 
@@ -229,7 +221,7 @@ def test_rope_tables() -> None:
         "sin": sin,
     }
     matrices = {role: operand.matrix for role, operand in operands.items()}
-    CudaCall(kernel("RopeTable"), matrices, scale=1.5).run(operands, SIZES)
+    CudaCall(kernel_of("RopeTable"), matrices, scale=1.5).run(operands, SIZES)
     angles = (positions[:, None].astype(np.float32) * frequencies).astype(np.float64)
     np.testing.assert_allclose(cos.values[:5, :35], 1.5 * np.cos(angles), atol=2e-7)
     np.testing.assert_allclose(sin.values[:5, :35], 1.5 * np.sin(angles), atol=2e-7)

@@ -12,15 +12,14 @@ import torch
 from enginewright.builder.cuda import Instance
 from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.plan import Launch, Linear, linear, step_sizes
-from enginewright.plugins import PLUGINS
 from enginewright.plugins.architectures import ARCHITECTURES
 from enginewright.plugins.gemm.gemm_cuda import launches_on
 from enginewright.plugins.gemm.gemm_format import FORMATS
 from enginewright.plugins.gemm.gemm_tiles import TILES
-from enginewright.plugins.kernel import Call, CudaKernel, Matrix
+from enginewright.plugins.kernel import Call, Matrix
 from tests.emulator.kernels import SCHEDULES, EmulationError, Kernels
 from tests.helpers.compiled import compile_kernels
-from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, run, strided, vector
+from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, kernel_of, run, strided, vector
 from tests.helpers.cuda_gemm import DTYPES, WEIGHTS, Gemm, Problem, _buffer, _rows, error
 from tests.helpers.plugin_cases import ROUTING
 from tests.plugins.test_plugins_values import route
@@ -28,12 +27,6 @@ from tests.tolerances import GEMM_F32, TANH_GELU_SILU
 
 TOKENS = linear(tokens=1)
 GROUPED = {**ROUTING, "scores": "sigmoid", "groups": 4, "chosen_groups": 2, "scale": 2.5}
-
-
-def kernel_of(name: str) -> CudaKernel:
-    kernel = PLUGINS[name].kernels["cuda"]
-    assert isinstance(kernel, CudaKernel)
-    return kernel
 
 
 @pytest.mark.parametrize(

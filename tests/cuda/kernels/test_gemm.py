@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.emulator.kernels import SCHEDULES, EmulatedKernels, Kernels
-from tests.helpers.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error
+from tests.helpers.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error, name_of
 from tests.tolerances import GEMM_F32
 
 # Rows and columns of no round number, with one split of K and with two; a last group that is not whole.
@@ -57,16 +57,12 @@ INVARIANT = [
 CALLS = [(gemm, tokens) for gemm, counts in CASES for tokens in counts]
 
 
-def _name(gemm: Gemm, tokens: int) -> str:
-    return f"{gemm.format}-{gemm.rows}x{gemm.columns}-{gemm.epilogue}-{gemm.group}-{tokens}"
-
-
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     return compiled(CALLS)
 
 
-@pytest.mark.parametrize(("gemm", "tokens"), CALLS, ids=[_name(*call) for call in CALLS])
+@pytest.mark.parametrize(("gemm", "tokens"), CALLS, ids=[name_of(*call) for call in CALLS])
 def test_products_are_those_of_the_packed_weights(kernels: Kernels, gemm: Gemm, tokens: int) -> None:
     problem = Problem(gemm, tokens)
     result = problem.run(kernels)
@@ -117,7 +113,7 @@ def _sizes(gemm: Gemm) -> list[tuple[Gemm, int]]:
     return [(replace(gemm, large=True), 130), (gemm, 7), (gemm, 65), (replace(gemm, batch_invariant=False), 65)]
 
 
-@pytest.mark.parametrize("gemm", INVARIANT, ids=lambda gemm: _name(gemm, 130))
+@pytest.mark.parametrize("gemm", INVARIANT, ids=lambda gemm: name_of(gemm, 130))
 def test_many_tokens_have_the_bits_of_few_if_batch_invariant(invariant_kernels: Kernels, gemm: Gemm) -> None:
     problems = [Problem(*case) for case in _sizes(gemm)]
     most, *results = [problem.run(invariant_kernels) for problem in problems]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.emulator.kernels import SCHEDULES, EmulatedKernels, Kernels
-from tests.helpers.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error
+from tests.helpers.cuda_gemm import Gemm, Problem, assert_each_site_is_missed, compiled, error, name_of
 from tests.tolerances import GEMM_E4M3_POSITIVE, GEMM_F32
 
 # Of all formats and epilogues, with one and two warpgroups; one chunk of K, and more than there are stages.
@@ -44,18 +44,12 @@ CALLS = [
 ]
 
 
-def _name(gemm: Gemm, tokens: int) -> str:
-    return f"{gemm.format}-{gemm.rows}x{gemm.columns}-{gemm.epilogue}-{gemm.group}-{tokens}"
-
-
 @pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    if not Kernels.are_for(90):
-        pytest.skip("wgmma is Hopper's alone, and this is another GPU")
+def kernels(on_hopper: None) -> Kernels:
     return compiled(CALLS, 90)
 
 
-@pytest.mark.parametrize(("gemm", "tokens"), CALLS, ids=[_name(*call) for call in CALLS])
+@pytest.mark.parametrize(("gemm", "tokens"), CALLS, ids=[name_of(*call) for call in CALLS])
 def test_products_are_those_of_the_packed_weights(kernels: Kernels, gemm: Gemm, tokens: int) -> None:
     problem = Problem(gemm, tokens)
     result = problem.run(kernels)

@@ -11,9 +11,8 @@ import torch
 from enginewright.builder.lower.pack import PackedForm, pack
 from enginewright.errors import UnsupportedModelError
 from enginewright.plan import Launch, Linear, linear, step_sizes
-from enginewright.plugins import PLUGINS
 from enginewright.plugins.attention.latent_cuda import PARTIALS, ROWS
-from enginewright.plugins.kernel import Call, CudaKernel, Matrix
+from enginewright.plugins.kernel import Call, Matrix
 from tests.emulator.kernels import SCHEDULES, Kernels
 from tests.helpers.cuda_attention import (
     Attending,
@@ -23,19 +22,13 @@ from tests.helpers.cuda_attention import (
     matrix,
     sizes_of,
 )
-from tests.helpers.cuda_call import POISON, CudaCall, Operand, as_bf16, empty, from_bf16, strided, vector
+from tests.helpers.cuda_call import POISON, CudaCall, Operand, as_bf16, empty, from_bf16, kernel_of, strided, vector
 from tests.helpers.cuda_kv import BLOCK_SIZE, PagedKv, Pools
 from tests.helpers.cuda_kv import POISON as NOT_WRITTEN
 from tests.helpers.paged_kv import AttendedText, Chunk, Heads, random_text
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 TOKENS = linear(tokens=1)
-
-
-def kernel_of(op: str) -> CudaKernel:
-    kernel = PLUGINS[op].kernels["cuda"]
-    assert isinstance(kernel, CudaKernel)
-    return kernel
 
 
 def check_heads(heads: int, columns: int, rows: int, to: str) -> None:

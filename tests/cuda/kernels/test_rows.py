@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from enginewright.plan import Linear, linear, step_sizes
-from enginewright.plugins import PLUGINS
 from enginewright.plugins.elementwise.gather_columns import LACKING
-from enginewright.plugins.kernel import CudaKernel, Matrix
+from enginewright.plugins.kernel import Matrix
 from tests.emulator.kernels import SCHEDULES
-from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, strided
+from tests.helpers.cuda_call import NUMPY, CudaCall, Operand, as_bf16, empty, from_bf16, kernel_of, strided
 
 TOKENS, COLUMNS, STRIDE, PADDED = linear(tokens=1), 330, 448, 384
 SIZES = step_sizes(tokens=6, sequences=1, logit_rows=1)
@@ -65,12 +64,6 @@ def check(call: CudaCall, operands: dict[str, Operand], role: str, x: np.ndarray
             assert any(differences(schedule) for schedule in SCHEDULES), f"nothing is missed without {site}"
 
 
-def cuda(op: str) -> CudaKernel:
-    kernel = PLUGINS[op].kernels["cuda"]
-    assert isinstance(kernel, CudaKernel)
-    return kernel
-
-
 @pytest.mark.parametrize("to", ["i8", "e4m3"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("group", [0, 32, 128])
@@ -83,7 +76,7 @@ def test_rows_are_quantized(dtype: str, group: int, to: str) -> None:
         "q": empty(to, TOKENS, 6, COLUMNS, STRIDE, PADDED),
         "scale": empty("f32", TOKENS, 6, -(-COLUMNS // (group or COLUMNS)), 64),
     }
-    call = CudaCall(cuda("QuantizeRows"), {role: one.matrix for role, one in operands.items()}, group=group)
+    call = CudaCall(kernel_of("QuantizeRows"), {role: one.matrix for role, one in operands.items()}, group=group)
     check(call, operands, "q", x, group)
 
 
@@ -95,7 +88,9 @@ def test_a_scale_is_nan_where_its_run_is_not_finite(to: str) -> None:
         "q": empty(to, TOKENS, 6, COLUMNS, STRIDE, PADDED),
         "scale": empty("f32", TOKENS, 6, 3, 64),
     }
-    CudaCall(cuda("QuantizeRows"), {role: one.matrix for role, one in operands.items()}, group=128).run(operands, SIZES)
+    CudaCall(kernel_of("QuantizeRows"), {role: one.matrix for role, one in operands.items()}, group=128).run(
+        operands, SIZES
+    )
     lost = np.isnan(operands["scale"].values[:6, :3])
     assert lost.sum() == 2 and lost[3, 2] and lost[4, 0]
 
@@ -117,7 +112,7 @@ def test_columns_are_gathered(to: str, group: int, width: int) -> None:
     }
     if to in ("i8", "e4m3"):
         operands["scale"] = empty("f32", TOKENS, 6, -(-COLUMNS // (group or COLUMNS)), 64)
-    call = CudaCall(cuda("GatherColumns"), {role: one.matrix for role, one in operands.items()}, group=group)
+    call = CudaCall(kernel_of("GatherColumns"), {role: one.matrix for role, one in operands.items()}, group=group)
     if to in ("i8", "e4m3"):
         check(call, operands, "out", expected, group)
         return

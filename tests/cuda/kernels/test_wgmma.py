@@ -53,9 +53,7 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    if not Kernels.are_for(90):
-        pytest.skip("wgmma is Hopper's alone, and this is another GPU")
+def kernels(on_hopper: None) -> Kernels:
     names = [kernel(*shape) for shape in SHAPES]
     return Kernels([(SOURCE, name) for name in names], sm=90)
 
