@@ -2,8 +2,11 @@
 
 from tests.helpers.breadth import others, repeated
 from tests.server import test_history as short
+from tests.server.conftest import claude, client
 
-claude, client, server, shown = short.claude, short.client, short.server, short.shown
+SERVER, shown = short.SERVER, short.shown
+__all__ = ["claude", "client", "shown"]  # fixtures
+
 OTHERS = others(short.CASES, short.SOME_CASES)
 
 test_chats = repeated(short.test_chats, ("ending", "stream"), OTHERS, ids=str)
