@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enginewright.builder.checkpoint.gguf.families import FAMILIES
 from enginewright.builder.models import model_types
 from enginewright.builder.wrappers import WRAPPERS
-from enginewright.passes.quant import METHODS
 from enginewright.targets import CPU, CUDA
 
 # Family → published weights that its tests use; tests of all others use random ones.
@@ -70,7 +69,7 @@ An engine is built from a checkpoint whose `config.json` has one of these as its
   restores. Files of Mistral 7B and Nemo are of architecture `llama`; those of GLM 4.7 Flash are of `deepseek2`, and
   read as `deepseek_v3`, which computes the same. Files of Mistral Small 4 that were made of transformers' checkpoint do
   not say how much queries grow: engines of them are as long as the model was trained first, within which they do not.
-- **Quantizations**: all families have all of them: {methods}.
+- **Quantizations**: all families have all methods of [quantize.md](quantize.md).
 - **Targets**: all families run on `{cpu}`, and have code for `{cuda}`; [cuda.md](cuda.md) says how far that is tested.
 - **Tested against**: tiny models with random weights and awkward sizes give transformers' logits, as a graph in
   onnxruntime and as an engine; where weights are named, these as well.
@@ -87,8 +86,7 @@ def as_markdown() -> str:
         f"{', '.join(f'`{name}`' for name in row.gguf) or 'no'} | {row.tested_against} |"
         for row in [*families(), *wrappers()]
     )
-    methods = ", ".join(f"`{method.info.name}`" for method in METHODS)
-    return PAGE.format(rows="\n".join(rows), methods=methods, cpu=CPU, cuda=CUDA)
+    return PAGE.format(rows="\n".join(rows), cpu=CPU, cuda=CUDA)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Quantization methods: one file and one frozen config each."""
+"""Quantization methods: one file and one frozen config each, found by the names of enginewright/quant_methods.py."""
 
 from dataclasses import fields
+from importlib import import_module
 
 from enginewright.errors import UsageError
-from enginewright.passes.quant.auto import Auto
 from enginewright.passes.quant.bf16 import Bf16
 from enginewright.passes.quant.fp8 import Fp8
 from enginewright.passes.quant.int4_awq import Int4Awq
@@ -14,8 +14,18 @@ from enginewright.passes.quant.int8_wo import Int8Wo
 from enginewright.passes.quant.method import QuantConfig
 from enginewright.passes.quant.mxfp4 import Mxfp4
 from enginewright.passes.quant.w8a8 import W8A8
+from enginewright.quant_methods import QUANT_METHODS, MethodInfo
 
-METHODS: tuple[type[QuantConfig], ...] = (Bf16, Int8Wo, W8A8, Int8Sq, Int4Rtn, Int4Awq, Int4Gptq, Mxfp4, Fp8, Auto)
+
+def _method(info: MethodInfo) -> type[QuantConfig]:
+    """Finds the class of an entry, in the file with the method's name."""
+    module = import_module(f"{__name__}.{info.name.replace('-', '_')}")
+    classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, QuantConfig)]
+    (method,) = (one for one in classes if vars(one).get("info") is info)
+    return method
+
+
+METHODS = tuple(map(_method, QUANT_METHODS.values()))
 
 
 def quant_config(name: str, **settings: object) -> QuantConfig:
