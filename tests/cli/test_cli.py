@@ -402,7 +402,7 @@ def test_lists_of_commands_are_not_cut_short(group: tuple[str, ...]) -> None:
 
 
 def test_a_format_that_nothing_is_like() -> None:
-    assert refused(2, "build", "x", "--quant", "zzz").endswith("'auto'.\n")
+    assert refused(2, "build", "x", "--quant", "zzz").endswith(f"'{METHODS[-1].info.name}'.\n")
 
 
 def test_more_threads_than_cores_are_warned_of(engine: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """Every key of every API: a value of a wrong type is refused by the key's name, and so is what is not implemented."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -12,6 +13,7 @@ from enginewright.runtime.server.chat import CHAT_KEYS, MESSAGE, ChatBody
 from enginewright.runtime.server.completions import COMPLETION_KEYS, CompletionBody
 from enginewright.runtime.server.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from enginewright.runtime.server.keys import Kinds, Known
+from enginewright.runtime.server.openapi import OPERATIONS
 from enginewright.runtime.server.protocol import TOOL_UNREAD
 from enginewright.runtime.server.responses_body import RESPONSES_KEYS, ResponsesBody
 from enginewright.runtime.server.tokenization import DetokenizeBody, TokenizeBody
@@ -50,6 +52,14 @@ def wrong_values(path: str) -> Iterator[tuple[str, Any]]:
                 msgspec.convert({"key": value}, dict[str, hint], str_keys=True)
             except msgspec.ValidationError:
                 yield key, value
+
+
+def test_every_route_is_tested_and_in_the_documents() -> None:
+    aliases = {"/v2/rerank", "/rerank", "/score"}
+    assert set(BODIES) | aliases == {operation.path for operation in OPERATIONS if operation.body is not None}
+    text = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    names = {operation.path.partition("/{")[0] for operation in OPERATIONS}
+    assert [name for name in sorted(names) if f"{name}`" not in text] == []
 
 
 @pytest.mark.parametrize("path", BODIES)
