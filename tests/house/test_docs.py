@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import tomllib
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -189,3 +190,13 @@ def test_the_table_of_the_readme_shows_the_results() -> None:
             assert float(shown) == pytest.approx(rate, abs=0.5001 * 10**-decimals), f"{label}, {name}"
             checked += 1
     assert checked == 36
+
+
+def test_documented_python_names_exist() -> None:
+    names = [
+        line.removeprefix("::: ") for page in PAGES for line in page.read_text().splitlines() if line[:4] == "::: "
+    ]
+    assert len(names) > 5
+    for name in names:
+        module, _, last = name.rpartition(".")
+        assert hasattr(import_module(module), last), name
