@@ -21,7 +21,7 @@ from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.step.inputs import StepInputs
 from enginewright.runtime.step.packer import Packer
-from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.runtime.step.sequence import CacheHandle, TokenSequence
 from enginewright.runtime.step.step_plan import ScheduledTokens, StepPlan
 from enginewright_bench.machine_facts import machine_facts
 from enginewright_bench.roofline import Roofline, measure_roofline, read_buffer
@@ -289,7 +289,7 @@ def step_plan(executor: CpuExecutor, point: Point) -> StepPlan:
         for start in range(0, length, limits.tokens):  # prompts are read in chunks, so that windows drop their blocks
             cache.extend(held, start, min(start + limits.tokens, length), new_blocks, nothing)
         tokens = [(index * 997 + place * 7919) % executor.plan.vocab_size for place in range(length)]
-        sequence = TokenSequence(tokens, length, length, num_computed_tokens=point.depth, held=held)
+        sequence = TokenSequence(tokens, length, length, cache=CacheHandle(held))
         packer.place(sequence)
         scheduled.append(ScheduledTokens(sequence, point.depth, point.tokens, 1))
     num_decodes = len(scheduled) if point.is_decode else 0
@@ -304,7 +304,7 @@ def _kv_memory(executor: CpuExecutor, plan: StepPlan) -> list[NDArray[Any]]:
     return [
         pool.places()[place]
         for one in plan.scheduled
-        for pool, held in zip(executor.pools, one.sequence.held, strict=True)
+        for pool, held in zip(executor.pools, one.sequence.cache.held, strict=True)
         for place in held.held
     ]
 

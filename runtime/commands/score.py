@@ -34,7 +34,7 @@ def forced(
         if not 0 < len(ids) <= max_tokens:
             raise UsageError(f"a text has {len(ids)} tokens", f"it must have 1 to {max_tokens}")
     texts = [
-        TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), needs_prompt_logits=not last_only)
+        TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), scores_prompt=not last_only)
         for ids in token_ids
     ]
     whole = executor.plan.whole_texts

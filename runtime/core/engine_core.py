@@ -221,7 +221,7 @@ class EngineCore:
                 max_tokens=max_total_tokens,
                 stop_token_ids=frozenset((*ends, *params.stop_token_ids)),
                 request=sampling,
-                needs_prompt_logits=params.prompt_logprobs is not None and index == 0 and len(prompt) > 1,
+                scores_prompt=params.prompt_logprobs is not None and index == 0 and len(prompt) > 1,
                 cache_salt=cache_salt,
                 sibling_of=request.completions[0].sequence if index else None,
                 work=work,

@@ -34,7 +34,7 @@ class Request:
     @property
     def queue_s(self) -> float | None:
         """Seconds from its arrival until its first completion was first admitted; None: not yet."""
-        admitted_at = self.completions[0].sequence.admitted_at
+        admitted_at = self.completions[0].sequence.state.admitted_at
         return None if admitted_at is None else admitted_at - self.arrived_at
 
     @property
@@ -45,7 +45,7 @@ class Request:
     @property
     def num_cached_tokens(self) -> int:
         """Number of prompt tokens that were in the prefix cache; 0 as long as that is not known."""
-        return self.completions[0].sequence.num_cached_tokens or 0
+        return self.completions[0].sequence.state.num_cached_tokens or 0
 
     @property
     def num_draft_tokens(self) -> int:

@@ -55,16 +55,16 @@ class PromptChunks:
         scheduled: list[ScheduledTokens] = []
         cost_left = self._bound(others) if prompts and keeps_pace else None
         for sequence in prompts:
-            first = sequence.num_computed_tokens
-            uncomputed = sequence.num_tokens - first
-            count = min(uncomputed, tokens, rows) if sequence.needs_prompt_logits else min(uncomputed, tokens)
+            first = sequence.state.num_computed_tokens
+            uncomputed = sequence.state.num_tokens - first
+            count = min(uncomputed, tokens, rows) if sequence.state.needs_prompt_logits else min(uncomputed, tokens)
             if self._cache.has_snapshots:
-                count = self._cache.chunk_end(sequence.held, first, first + count) - first
+                count = self._cache.chunk_end(sequence.cache.held, first, first + count) - first
             if cost_left is not None:
                 cost = self._cost(first)
                 count = min(count, max(int(cost_left / cost), 0 if scheduled else 1))
                 cost_left -= count * cost
-            wanted = count if sequence.needs_prompt_logits else int(count == uncomputed)
+            wanted = count if sequence.state.needs_prompt_logits else int(count == uncomputed)
             if count == 0 or wanted > rows or (self._whole and count < uncomputed):
                 continue
             scheduled.append(ScheduledTokens(sequence, first, count, wanted))

@@ -19,12 +19,13 @@ class RepeatedDecodes:
     def __init__(self, first: StepPlan, stride: int) -> None:
         self.first = first
         self._stride = stride  # a sequence begins a block where its position is a multiple of it
+        self._states = [sequence.state for sequence in first.rows.sequences]
         self._num_planned = 0  # steps after the first
         # Number of repeats after which a sequence, or several, end by their length.
-        self._most = min(sequence.max_tokens - sequence.num_tokens for sequence in first.rows.sequences)
+        self._most = min(sequence.max_tokens - sequence.state.num_tokens for sequence in first.rows.sequences)
         self._growing: dict[int, list[int]] = {}  # rows whose token is the first of a block, by step modulo the stride
         for row, sequence in enumerate(first.rows.sequences):
-            self._growing.setdefault((1 - sequence.num_computed_tokens) % stride, []).append(row)
+            self._growing.setdefault((1 - sequence.state.num_computed_tokens) % stride, []).append(row)
 
     @property
     def are_over(self) -> bool:
@@ -52,9 +53,9 @@ class RepeatedDecodes:
         """
         first, sequences = self.first, self.first.rows.sequences
         sizes, arrays = packer.advance(sequences, growing)
-        for sequence in sequences:
-            sequence.num_computed_tokens += 1
-            sequence.num_tokens += 1
+        for state in self._states:
+            state.num_computed_tokens += 1
+            state.num_tokens += 1
         self._num_planned += 1
         return StepPlan(
             StepInputs(sizes, arrays, copies, new_blocks),

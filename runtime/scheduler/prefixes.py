@@ -38,8 +38,8 @@ class SharedPrefixes:
 
         A sequence whose prompt is scored gets none: it computes its whole prompt itself, and no other waits for it.
         """
-        if self.enabled and sequence.request is not None and not sequence.needs_prompt_logits:
-            sequence.keys = PrefixKeys(self._block_size, sequence.cache_salt)
+        if self.enabled and sequence.request is not None and not sequence.state.needs_prompt_logits:
+            sequence.cache.keys = PrefixKeys(self._block_size, sequence.cache_salt)
 
     def find(self, sequence: TokenSequence) -> Sequence[bytes] | None:
         """Keys of the longest cached prefix; None if another sequence is computing the next block of it."""
@@ -56,7 +56,7 @@ class SharedPrefixes:
 
     def keys_of(self, sequence: TokenSequence) -> Sequence[bytes]:
         """Keys of the blocks that a sequence may find. Its last token is always computed, since it gives the logits."""
-        return self._keys(sequence, sequence.num_tokens - 1)
+        return self._keys(sequence, sequence.state.num_tokens - 1)
 
     def restored(self, sequence: TokenSequence, keys: Sequence[bytes]) -> None:
         """Reports blocks that were read from disk as cached again.
@@ -75,16 +75,16 @@ class SharedPrefixes:
             sequence: the sequence.
             shared: number of its first blocks that were cached.
         """
-        sequence.keys_in_flight = self._keys(sequence, len(sequence.token_ids))[shared:]
-        for key in sequence.keys_in_flight:
+        sequence.cache.keys_in_flight = self._keys(sequence, len(sequence.token_ids))[shared:]
+        for key in sequence.cache.keys_in_flight:
             self._being_written.setdefault(key, sequence)
 
     def end(self, sequence: TokenSequence) -> None:
         """Notes that no other sequence has to wait for this one: its blocks are published, or it runs no longer."""
-        for key in sequence.keys_in_flight:
+        for key in sequence.cache.keys_in_flight:
             if self._being_written.get(key) is sequence:
                 del self._being_written[key]
-        sequence.keys_in_flight, sequence.has_unpublished_blocks = (), False
+        sequence.cache.keys_in_flight, sequence.cache.has_unpublished_blocks = (), False
 
     def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
         """Gives a beam that continues a sequence the same keys.
@@ -93,7 +93,7 @@ class SharedPrefixes:
             sequence: the parent.
             child: the new beam, with the same tokens.
         """
-        child.keys = None if sequence.keys is None else sequence.keys.copy()
+        child.cache.keys = None if sequence.cache.keys is None else sequence.cache.keys.copy()
 
     def tag(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Gives keys to the full blocks that the steps planned so far compute.
@@ -103,14 +103,14 @@ class SharedPrefixes:
             num_tokens: number of its first tokens that these steps compute.
         """
         if keys := self._keys(sequence, num_tokens):
-            self._cache.tag(sequence.held, keys)
-            sequence.has_unpublished_blocks = True
+            self._cache.tag(sequence.cache.held, keys)
+            sequence.cache.has_unpublished_blocks = True
 
     def publish(self, sequence: TokenSequence) -> None:
         """Lets others find the blocks of all known tokens. Called once a token, not NaN, was sampled after them."""
-        if sequence.keys is not None and sequence.is_running:
+        if sequence.cache.keys is not None and sequence.is_running:
             self.tag(sequence, len(sequence.token_ids))
-            self._cache.publish(sequence.held)
+            self._cache.publish(sequence.cache.held)
             if self._events is not None:
                 keys = self._keys(sequence, len(sequence.token_ids))
                 self._events.published(keys, sequence.token_ids, sequence.cache_salt)
@@ -118,4 +118,8 @@ class SharedPrefixes:
 
     def _keys(self, sequence: TokenSequence, num_tokens: int) -> Sequence[bytes]:
         """Keys of the full blocks within the first tokens of a sequence."""
-        return () if sequence.keys is None else sequence.keys.of(sequence.token_ids, num_tokens // self._block_size)
+        return (
+            ()
+            if sequence.cache.keys is None
+            else sequence.cache.keys.of(sequence.token_ids, num_tokens // self._block_size)
+        )

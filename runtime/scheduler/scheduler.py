@@ -182,12 +182,12 @@ class Scheduler:
             sequence: a running sequence, whose prompt is computed, and none of whose tokens is in flight.
             draft_tokens: the draft tokens.
         """
-        sequence.draft_tokens = list(draft_tokens)
+        sequence.state.draft_tokens = list(draft_tokens)
         self._last = None
 
     def defer(self, sequence: TokenSequence) -> None:
         """Leaves a sequence out of all steps until `commit_deferred` is called for it; it keeps its blocks."""
-        sequence.deferred, self._last = True, None
+        sequence.state.deferred, self._last = True, None
 
     def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
         """Appends the sampled tokens of a step to its sequences, and ends those that are complete.
@@ -213,7 +213,7 @@ class Scheduler:
             The sequences that have ended.
         """
         for sequence in rows.sequences:
-            sequence.deferred = False
+            sequence.state.deferred = False
         return self._commit(rows, accepted, ())
 
     def _commit(
@@ -222,7 +222,7 @@ class Scheduler:
         if rows.other:
             for row in rows.other.values():
                 if row.purpose is RowPurpose.SCORE_PROMPT:
-                    row.sequence.needs_prompt_logits = row.index + 1 < row.sequence.num_prompt_tokens
+                    row.sequence.state.needs_prompt_logits = row.index + 1 < row.sequence.num_prompt_tokens
         ended, stride = [], self._cache.stride
         if rows.draft_tokens:
             accepted = [self._commit_draft_tokens(*each) for each in zip(rows.sequences, accepted, strict=True)]
@@ -234,10 +234,10 @@ class Scheduler:
                 continue
             token, token_ids = sampled.token, sequence.token_ids
             known = len(token_ids)
-            if known % stride == 0 or sequence.has_unpublished_blocks:
+            if known % stride == 0 or sequence.cache.has_unpublished_blocks:
                 self._prefixes.publish(sequence)
             if sequence.is_beam:
-                sequence.num_tokens = known
+                sequence.state.num_tokens = known
                 continue
             token_ids.append(token)
             if token in sequence.stop_token_ids:
@@ -270,7 +270,7 @@ class Scheduler:
             ends = sampled.token in sequence.stop_token_ids or len(sequence.token_ids) + 1 >= sequence.max_tokens
             if sampled.is_nan or ends:
                 return tokens[place : place + 1]
-            if len(sequence.token_ids) % self._cache.stride == 0 or sequence.has_unpublished_blocks:
+            if len(sequence.token_ids) % self._cache.stride == 0 or sequence.cache.has_unpublished_blocks:
                 self._prefixes.publish(sequence)
             sequence.token_ids.append(sampled.token)
         return tokens[-1:]
@@ -279,11 +279,13 @@ class Scheduler:
         """Rolls back the rejected draft tokens of a sequence."""
         if sequence.finish_reason is not None:
             return
-        sequence.draft_tokens, sequence.num_tokens = [], len(sequence.token_ids)
-        before, known = sequence.num_computed_tokens, len(sequence.token_ids) - 1
-        if sequence.is_running and before >= known:  # otherwise it was preempted after the step was planned
-            sequence.num_computed_tokens = self._cache.roll_back(sequence.held, before, known, self._copies)
-            sequence.recomputing = sequence.num_computed_tokens < known
+        state, known = sequence.state, len(sequence.token_ids) - 1
+        state.draft_tokens, state.num_tokens = [], len(sequence.token_ids)
+        if sequence.is_running and state.num_computed_tokens >= known:  # otherwise it was preempted meanwhile
+            state.num_computed_tokens = self._cache.roll_back(
+                sequence.cache.held, state.num_computed_tokens, known, self._copies
+            )
+            state.recomputing = state.num_computed_tokens < known
 
     def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
         """Adds a new beam that continues a parked one.
@@ -298,12 +300,13 @@ class Scheduler:
         self._waiting.arrive(child, sibling=sequence)
         if not sequence.is_running or len(self._running) == self._limits.sequences:
             return
-        computed = sequence.num_computed_tokens
-        held = self._cache.fork(sequence.held, computed, computed, computed + 1, len(self._running), self._copies)
+        computed = sequence.state.num_computed_tokens
+        held = self._cache.fork(sequence.cache.held, computed, computed, computed + 1, len(self._running), self._copies)
         if held is None:
             return
-        child.held, child.effective_priority = held, sequence.effective_priority
-        child.num_computed_tokens = child.num_charged_tokens = child.num_cached_tokens = computed
+        child.cache.held = held
+        child.state.effective_priority = sequence.state.effective_priority
+        child.state.num_computed_tokens = child.state.num_charged_tokens = child.state.num_cached_tokens = computed
         self._prefixes.fork(sequence, child)
         self._run(child)
 
@@ -315,7 +318,7 @@ class Scheduler:
             token: id of the token that the beam search has chosen.
         """
         sequence.token_ids.append(token)
-        sequence.num_tokens += 1
+        sequence.state.num_tokens += 1
         if not sequence.is_running:
             self._waiting.put_back(sequence)
 
@@ -332,7 +335,7 @@ class Scheduler:
                 sequence.finish_reason = reason
             return
         sequence.finish_reason = reason
-        sequence.num_tokens = len(sequence.token_ids)
+        sequence.state.num_tokens = len(sequence.token_ids)
         self._waiting.forget(sequence)
         if sequence.is_running:
             self._leave(sequence)
@@ -355,7 +358,7 @@ class Scheduler:
 
     def _displace(self) -> bool:
         """Preempts one running best-effort sequence for more urgent work that cannot be admitted; True if it did."""
-        if not self._running or self._running[-1].effective_priority < BEST_EFFORT:
+        if not self._running or self._running[-1].state.effective_priority < BEST_EFFORT:
             return False
         if len(self._running) < self._limits.sequences and not self._waiting.no_room:
             return False
@@ -380,7 +383,7 @@ class Scheduler:
         Returns:
             False if the sequence itself had to be preempted.
         """
-        while not self._cache.grow(sequence.held, sequence.num_tokens):
+        while not self._cache.grow(sequence.cache.held, sequence.state.num_tokens):
             last = self._running[-1]
             self._preempt(last)
             if last is sequence:
@@ -394,9 +397,10 @@ class Scheduler:
         """
         is_parked = sequence.is_parked
         self._leave(sequence)
-        sequence.draft_tokens, sequence.recomputing = [], False
-        sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
+        state = sequence.state
+        state.draft_tokens, state.recomputing = [], False
+        state.num_computed_tokens = 0
+        state.num_preemptions += 1
         self.num_preemptions += 1
         if not is_parked:
             self._waiting.put_back(sequence)
@@ -406,8 +410,8 @@ class Scheduler:
         self._running.remove(sequence)
         self._waiting.charge(sequence)
         self._prefixes.end(sequence)
-        self._cache.release(sequence.held)
-        sequence.held = []
+        self._cache.release(sequence.cache.held)
+        sequence.cache.held = []
         self._packer.remove(sequence)
         self._waiting.no_room = False
         self._last = None
@@ -438,22 +442,23 @@ class Scheduler:
             self._running
         )  # for draft tokens, since every running sequence may decode
         for sequence in self._running:
-            if sequence.deferred:
+            state = sequence.state
+            if state.deferred:
                 continue
-            first, length = sequence.num_computed_tokens, sequence.num_tokens
-            again = length - first - 1 if sequence.recomputing else 0
+            first, length = state.num_computed_tokens, state.num_tokens
+            again = length - first - 1 if state.recomputing else 0
             if length - first > 1 and not (0 < again <= spare):
-                sequence.draft_tokens = []
+                state.draft_tokens = []
                 reading.append(sequence)
             elif length > first and not (
-                (length >= sequence.max_tokens or sequence.draft_tokens or sequence.is_beam)
+                (length >= sequence.max_tokens or state.draft_tokens or sequence.is_beam)
                 and length > len(sequence.token_ids)
             ):
                 # A decode needs a block where its token is the first of one. The sequence that is preempted for it
                 # comes later in this list, or it is the last one and is itself preempted.
                 if (again or first % stride == 0) and not self._has_room(sequence):
                     break
-                count = self._fit_draft_tokens(sequence, spare - again) if sequence.draft_tokens else 0
+                count = self._fit_draft_tokens(sequence, spare - again) if state.draft_tokens else 0
                 if again or count:
                     verifying.append(ScheduledTokens(sequence, first, again + 1 + count, 1 + count))
                     spare -= again + count
@@ -466,7 +471,7 @@ class Scheduler:
         scheduled += verifying
         taken = num_decodes + sum(one.num_tokens for one in verifying)  # each also has a row of logits
         tokens, rows = self._limits.tokens - taken, self._limits.logit_rows - taken
-        keeps_pace = any(one.sequence.effective_priority < BEST_EFFORT for one in scheduled)
+        keeps_pace = any(one.sequence.state.effective_priority < BEST_EFFORT for one in scheduled)
         scheduled += self._chunks.cut(reading, tokens, rows, others=scheduled, keeps_pace=keeps_pace)
         return self._plan(scheduled, num_decodes, growing + scheduled[num_decodes:]) if scheduled else None
 
@@ -480,14 +485,14 @@ class Scheduler:
         Returns:
             The number of draft tokens that remain.
         """
-        length = sequence.num_tokens
-        count = min(len(sequence.draft_tokens), spare, sequence.max_tokens - length - 1)
+        length = sequence.state.num_tokens
+        count = min(len(sequence.state.draft_tokens), spare, sequence.max_tokens - length - 1)
         if count > 0 and not (
-            self._cache.grow(sequence.held, length + count)
-            and self._cache.checkpoint(sequence.held, sequence.num_computed_tokens, self._copies)
+            self._cache.grow(sequence.cache.held, length + count)
+            and self._cache.checkpoint(sequence.cache.held, sequence.state.num_computed_tokens, self._copies)
         ):
             count = 0
-        del sequence.draft_tokens[count:]
+        del sequence.state.draft_tokens[count:]
         return count
 
     def _plan(self, scheduled: list[ScheduledTokens], num_decodes: int, growing: list[ScheduledTokens]) -> StepPlan:
@@ -506,20 +511,21 @@ class Scheduler:
         ending: list[TokenSequence] = []
         for one in scheduled:
             sequence, request, end = one.sequence, one.sequence.request, one.first + one.num_tokens
-            sequence.num_computed_tokens, sequence.recomputing = end, False
+            state = sequence.state
+            state.num_computed_tokens, state.recomputing = end, False
             if request is None:
-                if end == sequence.num_tokens:
+                if end == state.num_tokens:
                     ending.append(sequence)
                 continue
-            if sequence.needs_prompt_logits:
+            if state.needs_prompt_logits:
                 for row in _rows_of_prompt(one, request):
                     other[len(requests)] = row
                     requests.append(row.request)
-                if end < sequence.num_tokens:
+                if end < state.num_tokens:
                     continue
             if one.num_logit_rows:
-                sequence.logits_row, draft_tokens = len(requests), sequence.draft_tokens
-                sequence.num_tokens += 1 + len(draft_tokens)
+                state.logits_row, draft_tokens = len(requests), state.draft_tokens
+                state.num_tokens += 1 + len(draft_tokens)
                 sampling.append(sequence)
                 requests.append(request)
                 if draft_tokens:
@@ -549,8 +555,8 @@ class Scheduler:
         """
         new: tuple[list[int], ...] = tuple([] for _ in self._no_blocks)
         for one in scheduled:
-            first = one.sequence.num_computed_tokens
-            self._cache.extend(one.sequence.held, first, first + one.num_tokens, new, self._copies)
+            first = one.sequence.state.num_computed_tokens
+            self._cache.extend(one.sequence.cache.held, first, first + one.num_tokens, new, self._copies)
         copies, self._copies = self._copies, tuple([] for _ in self._no_copies)
         return new, copies
 

@@ -36,10 +36,10 @@ class TenantShares:
     def charge(self, sequences: Iterable[TokenSequence]) -> None:
         """Counts the tokens that were computed of these sequences since they were last counted."""
         for sequence in sequences:
-            new = sequence.num_computed_tokens - sequence.num_charged_tokens
+            new = sequence.state.num_computed_tokens - sequence.state.num_charged_tokens
             if new > 0:
                 self._tokens[sequence.work.tenant] += new
-                sequence.num_charged_tokens += new
+                sequence.state.num_charged_tokens += new
 
     def tokens(self, tenant: str) -> float:
         """Number of tokens that count as computed for a tenant."""

@@ -46,7 +46,7 @@ class WaitingSequences:
     @property
     def num_tokens(self) -> int:
         """Number of tokens of all waiting sequences, all of which are to be computed."""
-        return sum(sequence.num_tokens for queue in list(self._queues.values()) for sequence in list(queue))
+        return sum(sequence.state.num_tokens for queue in list(self._queues.values()) for sequence in list(queue))
 
     @property
     def has_other_than_best_effort(self) -> bool:
@@ -73,7 +73,7 @@ class WaitingSequences:
 
     def put_back(self, sequence: TokenSequence) -> None:
         """Queues a new or preempted sequence, at its place in the order of arrival."""
-        sequence.queued_at = self._clock()
+        sequence.state.queued_at = self._clock()
         insort(self._queues.setdefault(sequence.work, []), sequence, key=self._arrivals.__getitem__)
         self.no_room = False
 
@@ -98,7 +98,7 @@ class WaitingSequences:
 
     def order(self, sequence: TokenSequence) -> tuple[int, int]:
         """Sort key of an admitted sequence among the running ones; the largest is preempted first."""
-        return sequence.effective_priority, self._arrivals[sequence]
+        return sequence.state.effective_priority, self._arrivals[sequence]
 
     def next(self, running: Sequence[TokenSequence]) -> tuple[TokenSequence, int] | None:
         """Chooses the sequence to admit next.
@@ -115,7 +115,10 @@ class WaitingSequences:
         if len(heads) == 1 and heads[0].work.priority <= most_urgent:
             return heads[0], heads[0].work.priority
         now = self._clock()
-        levels = {one: one.work.effective_priority(one.waited_s + now - one.queued_at, most_urgent) for one in heads}
+        levels = {
+            one: one.work.effective_priority(one.state.waited_s + now - one.state.queued_at, most_urgent)
+            for one in heads
+        }
         self._shares.charge(running)
         first = min(heads, key=lambda one: (levels[one], self._shares.tokens(one.work.tenant), self._arrivals[one]))
         return first, levels[first]
@@ -145,21 +148,21 @@ class WaitingSequences:
         if self.stored is not None:
             if not self.stored.is_read(sequence, keys):
                 return None  # Blocks that it can share are being read from disk.
-            if self._cache.has_room(sequence.num_tokens, keys, num_running):
+            if self._cache.has_room(sequence.state.num_tokens, keys, num_running):
                 keys = self.stored.restore(sequence, keys, copies)
         if not (self._fork(sequence, num_running, copies) or self._open(sequence, keys, num_running, copies)):
             self.no_room = True
             return None
         self._remove(sequence)
-        sequence.effective_priority = level
-        sequence.waited_s += self._clock() - sequence.queued_at
+        sequence.state.effective_priority = level
+        sequence.state.waited_s += self._clock() - sequence.state.queued_at
         self._prefixes.begin(sequence, len(keys))
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = sequence.num_charged_tokens = sequence.num_computed_tokens
-            sequence.admitted_at = perf_counter()
+        if sequence.state.num_cached_tokens is None:
+            sequence.state.num_cached_tokens = sequence.state.num_charged_tokens = sequence.state.num_computed_tokens
+            sequence.state.admitted_at = perf_counter()
             if sibling is None:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
-                self.num_cached_prompt_tokens += sequence.num_cached_tokens
+                self.num_cached_prompt_tokens += sequence.state.num_cached_tokens
         return sequence
 
     def _remove(self, sequence: TokenSequence) -> None:
@@ -179,14 +182,19 @@ class WaitingSequences:
             watermark_blocks: number of blocks that have to stay free.
             copies: by cache group, gets the copies to make before the next step.
         """
-        divergence_position, shares = self._prefixes.divergence_position(sequence), sequence.keys is not None
+        divergence_position, shares = self._prefixes.divergence_position(sequence), sequence.cache.keys is not None
         held = self._cache.admit(
-            sequence.num_tokens, keys, watermark_blocks, copies, shares=shares, divergence_position=divergence_position
+            sequence.state.num_tokens,
+            keys,
+            watermark_blocks,
+            copies,
+            shares=shares,
+            divergence_position=divergence_position,
         )
         if held is None:
             return False
-        sequence.held = held
-        sequence.num_computed_tokens = len(keys) * (self._cache.block_size or 0)
+        sequence.cache.held = held
+        sequence.state.num_computed_tokens = len(keys) * (self._cache.block_size or 0)
         return True
 
     def _fork(self, sequence: TokenSequence, watermark_blocks: int, copies: Sequence[Copies]) -> bool:
@@ -201,16 +209,18 @@ class WaitingSequences:
             False if it has no running sibling, has tokens of its own already, or there are not enough free blocks.
         """
         sibling, length = sequence.sibling_of, sequence.num_prompt_tokens
-        if sibling is None or not sibling.is_running or sequence.num_tokens > length:
+        if sibling is None or not sibling.is_running or sequence.state.num_tokens > length:
             return False
-        held = self._cache.fork(sibling.held, sibling.num_computed_tokens, length - 1, length, watermark_blocks, copies)
+        held = self._cache.fork(
+            sibling.cache.held, sibling.state.num_computed_tokens, length - 1, length, watermark_blocks, copies
+        )
         if held is None:
             return False
-        sequence.held = held
-        sequence.num_computed_tokens = length - 1
+        sequence.cache.held = held
+        sequence.state.num_computed_tokens = length - 1
         return True
 
 
 def _has_begun(sequence: TokenSequence) -> bool:
     """True if the prompt of a sequence is computed, and a token that is no NaN was sampled after it."""
-    return min(sequence.num_computed_tokens, len(sequence.token_ids) - 1) >= sequence.num_prompt_tokens
+    return min(sequence.state.num_computed_tokens, len(sequence.token_ids) - 1) >= sequence.num_prompt_tokens

@@ -65,7 +65,7 @@ class DraftSequence:
     @property
     def num_computed(self) -> int:
         """Number of tokens that the draft model has read."""
-        return self.tokens.num_computed_tokens
+        return self.tokens.state.num_computed_tokens
 
     @property
     def num_unread(self) -> int:
@@ -179,7 +179,7 @@ class DraftRunner:
         """Releases the draft sequence of a sequence, if it has one."""
         draft = self.drafts.pop(target, None)
         if draft is not None:
-            self._cache.release(draft.tokens.held)
+            self._cache.release(draft.tokens.cache.held)
             self._packer.remove(draft.tokens)
 
     def close(self) -> None:
@@ -198,8 +198,10 @@ class DraftRunner:
         tokens.token_ids[update.first :] = update.token_ids
         draft.num_verified = len(tokens.token_ids)
         # The last token is read by the draft run, whose first draft token needs its logits.
-        kept = min(tokens.num_computed_tokens, update.first, draft.num_verified - 1)
-        tokens.num_computed_tokens = self._cache.roll_back(tokens.held, draft.num_computed, kept, self._copies)
+        kept = min(tokens.state.num_computed_tokens, update.first, draft.num_verified - 1)
+        tokens.state.num_computed_tokens = self._cache.roll_back(
+            tokens.cache.held, draft.num_computed, kept, self._copies
+        )
         draft.hidden = update.hidden
         draft.hidden.drop_before(draft.num_computed)
         return draft if self._grow(draft) else None
@@ -210,7 +212,7 @@ class DraftRunner:
         if held is None:
             return None
         tokens = TokenSequence([], 0, self.max_model_len)
-        tokens.held = held
+        tokens.cache.held = held
         self._packer.place(tokens)
         draft = self.drafts[update.target] = DraftSequence(update.target, tokens, update.hidden)
         return draft
@@ -218,12 +220,12 @@ class DraftRunner:
     def _grow(self, draft: DraftSequence) -> bool:
         """Reserves blocks for all tokens; False if there are none, or if the sequence has become too long."""
         length = len(draft.tokens.token_ids)
-        return length <= self.max_model_len and self._cache.grow(draft.tokens.held, length)
+        return length <= self.max_model_len and self._cache.grow(draft.tokens.cache.held, length)
 
     def _checkpoint(self, draft: DraftSequence) -> bool:
         """Makes a checkpoint before the draft run, for the rollback after it; False if there are no free blocks."""
         draft.rollback_position = draft.num_computed
-        return self._cache.checkpoint(draft.tokens.held, draft.rollback_position, self._copies)
+        return self._cache.checkpoint(draft.tokens.cache.held, draft.rollback_position, self._copies)
 
     def _read(self, drafts: Sequence[DraftSequence]) -> None:
         """Runs one step on unread tokens, up to the token budget, except for the last token of each sequence."""
@@ -269,8 +271,8 @@ class DraftRunner:
             parts.append(ScheduledTokens(tokens, first, count, num_logit_rows))
             hidden += draft.hidden.at(first, count)
             # Blocks that leave a sliding window during the draft run are kept, since a rollback needs them again.
-            self._cache.extend(tokens.held, draft.rollback_position, first + count, new, self._copies)
-            tokens.num_computed_tokens += count
+            self._cache.extend(tokens.cache.held, draft.rollback_position, first + count, new, self._copies)
+            tokens.state.num_computed_tokens += count
         sizes, arrays = self._packer.pack(parts, 0, parts)
         copies, self._copies = self._copies, self._nothing()
         inputs = StepInputs(sizes, arrays, copies, new, np.stack(hidden) if hidden else None)

@@ -53,14 +53,14 @@ class Packer:
 
     def place(self, sequence: TokenSequence) -> None:
         """Gives a sequence that begins to run a row, and copies its blocks into it."""
-        sequence.row = self._free_rows.pop()
+        sequence.cache.row = self._free_rows.pop()
         for paged in self._paged:
-            blocks = sequence.held[paged.index].blocks
-            paged.table[sequence.row, : len(blocks)] = blocks
+            blocks = sequence.cache.held[paged.index].blocks
+            paged.table[sequence.cache.row, : len(blocks)] = blocks
 
     def remove(self, sequence: TokenSequence) -> None:
         """Frees the row of a sequence that no longer runs."""
-        self._free_rows.append(sequence.row)
+        self._free_rows.append(sequence.cache.row)
 
     def pack(
         self, scheduled: Sequence[ScheduledTokens], num_decodes: int, growing: Sequence[ScheduledTokens]
@@ -78,8 +78,8 @@ class Packer:
         for part in growing:
             sequence = part.sequence
             for paged in self._paged:
-                first, blocks = part.first // paged.block_size, sequence.held[paged.index].blocks
-                paged.table[sequence.row, first : len(blocks)] = blocks[first:]
+                first, blocks = part.first // paged.block_size, sequence.cache.held[paged.index].blocks
+                paged.table[sequence.cache.row, first : len(blocks)] = blocks[first:]
         sequences = [part.sequence for part in scheduled]
         counts = np.array([part.num_tokens for part in scheduled], np.int32)
         starts = np.zeros(len(scheduled) + 1, np.int32)
@@ -90,7 +90,9 @@ class Packer:
         kv_len += counts
         tokens = np.empty(len(owners), np.int32)
         tokens[:num_decodes] = [
-            sequence.token_ids[-1] if len(sequence.token_ids) == sequence.num_tokens else -1 - sequence.logits_row
+            sequence.token_ids[-1]
+            if len(sequence.token_ids) == sequence.state.num_tokens
+            else -1 - sequence.state.logits_row
             for sequence in sequences[:num_decodes]
         ]
         logit_rows = list(range(num_decodes))
@@ -99,7 +101,7 @@ class Packer:
             logit_rows += range(end - part.num_logit_rows, end)
         self._longest = int(kv_len.max())
         self._count(len(owners), len(scheduled), len(logit_rows))
-        self._rows = np.array([sequence.row for sequence in sequences], np.intp)
+        self._rows = np.array([sequence.cache.row for sequence in sequences], np.intp)
         self._in_flight = False
         self._arrays = {
             "tokens": tokens,
@@ -116,7 +118,7 @@ class Packer:
             blocks = self._arrays[paged.table_name][owners, places]
             self._arrays[paged.slots_name] = blocks * np.int32(paged.block_size) + offsets
         for index in self._states:
-            self._arrays[f"state_slots.{index}"] = np.array([one.held[index].slot for one in sequences], np.int32)
+            self._arrays[f"state_slots.{index}"] = np.array([one.cache.held[index].slot for one in sequences], np.int32)
         if num_decodes == len(scheduled):
             names = (*(paged.slots_name for paged in self._paged), "positions", "kv_len")
             self._moving = np.stack([self._arrays[name] for name in names])
@@ -146,8 +148,8 @@ class Packer:
         for row in growing:
             sequence = sequences[row]
             for paged, slots in zip(self._paged, self._moving, strict=False):
-                place, offset = divmod(sequence.num_computed_tokens, paged.block_size)
-                paged.table[sequence.row, place] = block = sequence.held[paged.index].blocks[place]
+                place, offset = divmod(sequence.state.num_computed_tokens, paged.block_size)
+                paged.table[sequence.cache.row, place] = block = sequence.cache.held[paged.index].blocks[place]
                 slots[row] = block * paged.block_size + offset
         if growing:
             self._gather()
@@ -187,4 +189,6 @@ def _input_tokens(part: ScheduledTokens) -> list[int]:
     missing = part.num_tokens - len(tokens)
     if not missing:
         return tokens
-    return tokens + ([-1 - sequence.logits_row] if sequence.num_in_flight_tokens else sequence.draft_tokens[:missing])
+    return tokens + (
+        [-1 - sequence.state.logits_row] if sequence.num_in_flight_tokens else sequence.state.draft_tokens[:missing]
+    )

@@ -1,7 +1,7 @@
 """The state of one sequence of tokens: its text so far, its progress, and what it holds of the caches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from enginewright.runtime.cache.keys import PrefixKeys
@@ -13,38 +13,30 @@ NEVER = 2**31 - 1  # a position that no sequence has
 
 
 @dataclass(eq=False, slots=True)
-class TokenSequence:
-    """A prompt and the tokens that were sampled after it.
+class CacheHandle:
+    """The holdings of a sequence in the caches: written when it is admitted, extended, published and released."""
 
-    The first group of fields is set when the sequence is created. The others are written by what schedules it:
-    `runtime/scheduler/`, or a draft model for sequences of its own.
-    """
+    held: list[Any] = field(default_factory=list)  # BlockTable or StateSlot of each cache group; empty while it waits
+    row: int = 0  # row of the block tables while it runs (Packer)
+    keys: PrefixKeys | None = None  # keys of its full blocks; None: it shares none
+    keys_in_flight: Sequence[bytes] = ()  # keys of blocks that it will write soon, for which other sequences may wait
+    has_unpublished_blocks: bool = False  # true if some blocks will be shared once a token is sampled after them
 
-    # Identity and rules.
-    token_ids: list[int]  # known tokens, prompt and then output; the scheduler appends committed tokens
-    num_prompt_tokens: int  # number of tokens of the prompt
-    max_tokens: int  # maximum number of tokens, prompt and output together
-    stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
-    request: SamplingRequest | None = None  # rules of sampling; None: nothing is sampled, and it ends with its prompt
+
+@dataclass(eq=False, slots=True)
+class ScheduleState:
+    """The progress of a sequence and its time in the queue: written by what schedules it."""
+
+    num_tokens: int  # number of tokens that are known or that planned steps sample
     # True if steps give logits for each position of the prompt, and not only for the last one; after a preemption they
-    # do so again. The scheduler clears it when the whole prompt is scored.
+    # do so again. Cleared when the whole prompt is scored.
     needs_prompt_logits: bool = False
-    cache_salt: str = ""  # KV blocks are shared only among sequences of the same salt
-    sibling_of: "TokenSequence | None" = None  # an earlier completion of the same prompt, whose KV it shares
-    second_from: int = NEVER  # first position of the second text, if two texts are embedded as a pair
-    work: WorkClass = DEFAULT_WORK  # priority and tenant
-    is_beam: bool = False  # true of a beam: Scheduler.choose sets its next token, instead of sampling
-
-    # Progress.
+    num_computed_tokens: int = 0  # number of tokens whose KV is in the cache once the planned steps are done
     draft_tokens: list[int] = field(default_factory=list)  # draft tokens to verify next (Scheduler.propose)
+    logits_row: int = 0  # first row of its last planned step's logits that its tokens are sampled from
     deferred: bool = False  # true while steps leave it out, since its grammar's mask is not ready (Scheduler.defer)
     recomputing: bool = False  # true if a recurrent state was rolled back so far that known tokens are computed again
-    num_tokens: int = field(init=False)  # number of tokens that are known or that planned steps sample
-    logits_row: int = 0  # first row of its last planned step's logits that its tokens are sampled from
-    num_computed_tokens: int = 0  # number of tokens whose KV is in the cache once the planned steps are done
-    finish_reason: str | None = None  # "stop", "length", "error" or "abort"
 
-    # Queueing.
     admitted_at: float | None = None  # time of its first admission by time.perf_counter, in seconds
     num_cached_tokens: int | None = None  # number of prompt tokens that were in the cache at its first admission
     num_charged_tokens: int = 0  # number of computed tokens that count in its tenant's share
@@ -53,19 +45,37 @@ class TokenSequence:
     effective_priority: int = 0  # priority that it was last admitted with (WorkClass.effective_priority)
     num_preemptions: int = 0  # number of times that it was preempted
 
-    # Holdings in the caches.
-    held: list[Any] = field(default_factory=list)  # BlockTable or StateSlot of each cache group; empty while it waits
-    row: int = 0  # row of the block tables while it runs (Packer)
-    keys: PrefixKeys | None = None  # keys of its full blocks; None: it shares none
-    keys_in_flight: Sequence[bytes] = ()  # keys of blocks that it will write soon, for which other sequences may wait
-    has_unpublished_blocks: bool = False  # true if some blocks will be shared once a token is sampled after them
+
+@dataclass(eq=False, slots=True)
+class TokenSequence:
+    """A prompt and the tokens that were sampled after it.
+
+    Its own fields are set when it is created, but for the known tokens and the reason of its end, which a commit
+    writes. `cache` and `state` are written by what schedules it: `runtime/scheduler/`, or the runner of a draft
+    model for sequences of its own.
+    """
+
+    token_ids: list[int]  # known tokens, prompt and then output
+    num_prompt_tokens: int  # number of tokens of the prompt
+    max_tokens: int  # maximum number of tokens, prompt and output together
+    stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
+    request: SamplingRequest | None = None  # rules of sampling; None: nothing is sampled, and it ends with its prompt
+    scores_prompt: InitVar[bool] = False  # if each token of the prompt gets logits, and not only the last one
+    cache_salt: str = ""  # KV blocks are shared only among sequences of the same salt
+    sibling_of: "TokenSequence | None" = None  # an earlier completion of the same prompt, whose KV it shares
+    second_from: int = NEVER  # first position of the second text, if two texts are embedded as a pair
+    work: WorkClass = DEFAULT_WORK  # priority and tenant
+    is_beam: bool = False  # true of a beam: Scheduler.choose sets its next token, instead of sampling
+    finish_reason: str | None = None  # "stop", "length", "error" or "abort"
+    cache: CacheHandle = field(default_factory=CacheHandle)  # its holdings in the caches
+    state: ScheduleState = field(init=False)  # its progress
 
     # Counts of speculative decoding, written by the speculator.
     num_verified: int = 0  # number of draft tokens that were verified
     num_accepted: int = 0  # number of draft tokens that were right
 
-    def __post_init__(self) -> None:
-        self.num_tokens = len(self.token_ids)
+    def __post_init__(self, scores_prompt: bool) -> None:
+        self.state = ScheduleState(len(self.token_ids), scores_prompt)
 
     @property
     def num_in_flight_tokens(self) -> int:
@@ -73,7 +83,7 @@ class TokenSequence:
 
         When the next step is planned, it is at most 1, or 1 more than the number of draft tokens.
         """
-        return self.num_tokens - len(self.token_ids)
+        return self.state.num_tokens - len(self.token_ids)
 
     @property
     def grammar(self) -> Grammar | None:
@@ -83,9 +93,10 @@ class TokenSequence:
     @property
     def is_parked(self) -> bool:
         """True of a beam that waits for Scheduler.choose: there is nothing to compute."""
-        return self.is_beam and self.num_computed_tokens == self.num_tokens == len(self.token_ids)
+        state = self.state
+        return self.is_beam and state.num_computed_tokens == state.num_tokens == len(self.token_ids)
 
     @property
     def is_running(self) -> bool:
         """True if it is admitted, and neither preempted nor finished."""
-        return bool(self.held)
+        return bool(self.cache.held)

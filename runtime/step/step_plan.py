@@ -103,7 +103,7 @@ class LogitRows(msgspec.Struct, frozen=True):
         Returns:
             Their slice of the step's rows, and the rows themselves.
         """
-        rows, first = self.rows, sequence.logits_row
+        rows, first = self.rows, sequence.state.logits_row
         end = first + 1
         while end < len(rows) and rows[end].sequence is sequence:
             end += 1

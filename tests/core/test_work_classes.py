@@ -63,7 +63,7 @@ def test_best_effort_work_gives_its_slot_to_waiting_work() -> None:
     watch.step()
     assert urgent.is_running and kept.is_running and not idle.is_running
     assert ends(watch) == [kept, urgent, idle]
-    assert idle.num_preemptions == 1 and idle.token_ids[: len(had)] == had and len(idle.token_ids) == 12
+    assert idle.state.num_preemptions == 1 and idle.token_ids[: len(had)] == had and len(idle.token_ids) == 12
 
 
 def test_best_effort_work_gives_its_blocks_to_waiting_work() -> None:
@@ -99,7 +99,7 @@ def test_the_least_urgent_is_preempted_where_blocks_run_out() -> None:
     watch.step()
     add(watch, usual)
     assert ends(watch) == [usual, batch]
-    assert batch.num_preemptions > 0 and usual.num_preemptions == 0
+    assert batch.state.num_preemptions > 0 and usual.state.num_preemptions == 0
 
 
 def test_waiting_work_becomes_more_urgent() -> None:
@@ -120,7 +120,9 @@ def test_waiting_work_becomes_more_urgent() -> None:
     watch.now = BEST_EFFORT * AGE_S
     later = work()
     add(watch, later)
-    assert ends(watch) == [running, idle, later] and idle.num_preemptions == 0 and idle.effective_priority == 0
+    assert (
+        ends(watch) == [running, idle, later] and idle.state.num_preemptions == 0 and idle.state.effective_priority == 0
+    )
 
 
 def test_nothing_overtakes_by_waiting() -> None:
@@ -192,7 +194,7 @@ def test_any_mixture_comes_to_its_end(seed: int) -> None:
             watch.commit()
     while watch.alive or watch.under_way:
         watch.step()
-    preempted = sum(sequence.num_preemptions for sequence in everybody)
+    preempted = sum(sequence.state.num_preemptions for sequence in everybody)
     assert not watch.alive and watch.all_back() and preempted > 20 and len(everybody) > 90
 
 

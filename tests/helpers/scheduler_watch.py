@@ -140,13 +140,13 @@ class Watch:
         alike = all(sequence.work == DEFAULT_WORK for sequence in self.alive)
         oldest = next(iter(self.alive), None) if alike else None
         if oldest is not None and (
-            (oldest.num_tokens >= oldest.max_tokens and oldest.num_in_flight_tokens)
-            or oldest.num_computed_tokens == oldest.num_tokens
+            (oldest.state.num_tokens >= oldest.max_tokens and oldest.num_in_flight_tokens)
+            or oldest.state.num_computed_tokens == oldest.state.num_tokens
         ):
             oldest = None  # it ends with the step before
-        if oldest is not None and oldest.draft_tokens and oldest.num_in_flight_tokens:
+        if oldest is not None and oldest.state.draft_tokens and oldest.num_in_flight_tokens:
             oldest = None  # it waits for that step
-        computing_again = {sequence for sequence in self.alive if sequence.recomputing}
+        computing_again = {sequence for sequence in self.alive if sequence.state.recomputing}
         plan = self.scheduler.schedule()
         if plan is None:
             assert oldest is None and (self.under_way or not self.alive), "a sequence was left behind"
@@ -157,10 +157,12 @@ class Watch:
         assert not (late and alike), "a sequence was starved"
         parts = {part.sequence for part in plan.scheduled}
         assert parts and (oldest is None or oldest in parts), "the oldest stands still"
-        paced = any(part.sequence.effective_priority < BEST_EFFORT for part in plan.scheduled[: plan.num_decodes])
+        paced = any(part.sequence.state.effective_priority < BEST_EFFORT for part in plan.scheduled[: plan.num_decodes])
         if self.chunk is not None and paced:
             others = plan.scheduled[plan.num_decodes :]
-            prompts = [part for part in others if not (part.sequence.draft_tokens or part.sequence in computing_again)]
+            prompts = [
+                part for part in others if not (part.sequence.state.draft_tokens or part.sequence in computing_again)
+            ]
             cost = sum(part.num_tokens * cost_at(part.first) for part in prompts)
             assert cost <= self.chunk or sum(part.num_tokens for part in prompts) == 1
         self._check_tokens(plan)
@@ -172,12 +174,12 @@ class Watch:
         assert [row.request for row in plan.rows.rows] == list(plan.rows.requests)
         sampled_rows = [row for row in range(len(plan.rows.requests)) if row not in scored]
         rows_of = [
-            (one.request, one.draft_tokens[:count])
+            (one.request, one.state.draft_tokens[:count])
             for one in plan.rows.sequences
-            for count in range(1 + len(one.draft_tokens))
+            for count in range(1 + len(one.state.draft_tokens))
         ]
         assert [what_for(plan.rows.requests[row]) for row in sampled_rows] == rows_of
-        drafts = [tuple(sequence.draft_tokens) for sequence in plan.rows.sequences]
+        drafts = [tuple(sequence.state.draft_tokens) for sequence in plan.rows.sequences]
         assert list(plan.rows.draft_tokens) == (drafts if any(drafts) else [])
         owners = [part.sequence.request for part in plan.scheduled for _ in range(part.num_logit_rows)]
         rows = [row for row, owner in zip(plan.inputs.arrays["logit_rows"], owners, strict=True) if owner is not None]
@@ -189,7 +191,7 @@ class Watch:
             assert plan.inputs.arrays["positions"][rows[row]] == position - 1
             self.scored.setdefault(sequence, set()).add(position)
         ends = [
-            part.end - len(part.sequence.draft_tokens)
+            part.end - len(part.sequence.state.draft_tokens)
             for part in plan.scheduled
             if part.sequence in plan.rows.sequences
         ]
@@ -199,13 +201,13 @@ class Watch:
     def _sample(self, sequence: TokenSequence) -> list[SampledToken]:
         """Samples a token, and one more for each draft token that was right."""
         failed, tokens, accepted = sequence in self.poisoned, self.tokens[sequence], list[SampledToken]()
-        assert len(tokens) == sequence.num_computed_tokens - len(sequence.draft_tokens)
-        for draft in (*sequence.draft_tokens, None):
+        assert len(tokens) == sequence.state.num_computed_tokens - len(sequence.state.draft_tokens)
+        for draft in (*sequence.state.draft_tokens, None):
             accepted.append(SampledToken(0 if failed else self.draw(tokens), is_nan=failed))
             tokens.append(accepted[-1].token)
             if failed or accepted[-1].token != draft:
                 break
-        self.num_verified += len(sequence.draft_tokens)
+        self.num_verified += len(sequence.state.draft_tokens)
         self.num_right += len(accepted) - 1
         return accepted
 
@@ -237,10 +239,10 @@ class Watch:
                 if draft and sequence.is_running:
                     self._check_taken_back(sequence)
         for sequence in ended:
-            assert sequence.finish_reason is not None and not sequence.held
+            assert sequence.finish_reason is not None and not sequence.cache.held
             if sequence.request is None and sequence.finish_reason == "length":
                 positions = range(len(sequence.token_ids))
-                assert self.rows[sequence] == set(positions if sequence.needs_prompt_logits else positions[-1:])
+                assert self.rows[sequence] == set(positions if sequence.state.needs_prompt_logits else positions[-1:])
             self.alive.pop(sequence, None)
             self.contents.pop(sequence, None)
         for index in range(len(self.groups)):
@@ -253,19 +255,23 @@ class Watch:
         """One hash for each of the first positions of a sequence, draft tokens that are being computed included."""
         tokens, known = self.tokens[sequence], self.contents.setdefault(sequence, [])
         contents = list(known)
-        for token in (*tokens, *sequence.draft_tokens)[len(known) : length]:
+        for token in (*tokens, *sequence.state.draft_tokens)[len(known) : length]:
             before = contents[-1] if contents else (sequence.cache_salt, id(sequence) * (sequence in self.poisoned))
             contents.append(hash((before, token)) & 0x7FFFFFFF)
         known += contents[len(known) : len(tokens)]
         return contents[:length]
 
     def _check_taken_back(self, sequence: TokenSequence) -> None:
-        computed = sequence.num_computed_tokens
+        computed = sequence.state.num_computed_tokens
         again = len(sequence.token_ids) - 1 - computed
-        assert (again > 0) == sequence.recomputing and not sequence.draft_tokens and not sequence.num_in_flight_tokens
+        assert (
+            (again > 0) == sequence.state.recomputing
+            and not sequence.state.draft_tokens
+            and not sequence.num_in_flight_tokens
+        )
         assert not again or any(isinstance(kv, RecurrentState) for kv in self.groups)
         self.num_again += again
-        for kv, held in zip(self.groups, sequence.held, strict=True):
+        for kv, held in zip(self.groups, sequence.cache.held, strict=True):
             if isinstance(kv, PagedCache):
                 assert len(held.blocks) == -(-computed // kv.block_size), "a block of wrong draft tokens is still held"
             else:
@@ -280,9 +286,9 @@ class Watch:
         assert sizes.sequences == len(plan.scheduled) == len({part.sequence for part in plan.scheduled})
         assert all(part.num_tokens > 0 for part in plan.scheduled)
         ends = [part.end for part in plan.scheduled]
-        draft_tokens = [len(part.sequence.draft_tokens) for part in plan.scheduled]
+        draft_tokens = [len(part.sequence.state.draft_tokens) for part in plan.scheduled]
         lengths = [  # before it
-            part.sequence.num_tokens - (1 + count) * (part.sequence in plan.rows.sequences)
+            part.sequence.state.num_tokens - (1 + count) * (part.sequence in plan.rows.sequences)
             for part, count in zip(plan.scheduled, draft_tokens, strict=True)
         ]
         decoding = [
@@ -297,14 +303,16 @@ class Watch:
         rows: list[int] = []
         for part, length, start, end in zip(plan.scheduled, lengths, starts, starts[1:], strict=False):
             sequence, first, last = part.sequence, part.first, part.end
-            assert sequence.finish_reason is None and last == sequence.num_computed_tokens
+            assert sequence.finish_reason is None and last == sequence.state.num_computed_tokens
             assert inputs["positions"][start:end].tolist() == list(range(first, last))
             tokens = [self._resolved(token, sequence) for token in inputs["tokens"][start:end].tolist()]
-            assert tokens == (self.tokens[sequence] + sequence.draft_tokens)[first:last]
+            assert tokens == (self.tokens[sequence] + sequence.state.draft_tokens)[first:last]
             wanted = (
-                part.num_tokens if sequence.needs_prompt_logits else int(last - len(sequence.draft_tokens) == length)
+                part.num_tokens
+                if sequence.state.needs_prompt_logits
+                else int(last - len(sequence.state.draft_tokens) == length)
             )
-            wanted += len(sequence.draft_tokens)
+            wanted += len(sequence.state.draft_tokens)
             assert part.num_logit_rows == wanted
             rows += range(end - wanted, end)
             self.rows.setdefault(sequence, set()).update(range(last - wanted, last))
@@ -376,7 +384,7 @@ class Watch:
 
     def _places(self, sequence: TokenSequence, index: int) -> list[int]:
         """Blocks or slots that a sequence holds."""
-        kv, mine = self.groups[index], sequence.held[index]
+        kv, mine = self.groups[index], sequence.cache.held[index]
         if not isinstance(kv, PagedCache):
             kept = [*mine.pending, *([mine.checkpoint] if mine.checkpoint is not None else [])]
             return [mine.slot, *(snapshot.slot for snapshot in kept)]

@@ -113,8 +113,8 @@ class Traffic:
     def propose(self) -> None:
         """Tokens that may come next, right ones mostly."""
         for sequence in self.watch.alive:
-            decodes = sequence.is_running and sequence.num_computed_tokens == len(sequence.token_ids) - 1
-            ready = decodes and sequence.request is not None and not sequence.needs_prompt_logits
+            decodes = sequence.is_running and sequence.state.num_computed_tokens == len(sequence.token_ids) - 1
+            ready = decodes and sequence.request is not None and not sequence.state.needs_prompt_logits
             if ready and not sequence.num_in_flight_tokens and self.random.random() < 0.3:
                 tokens = list(sequence.token_ids)
                 for _ in range(int(self.random.integers(1, 6))):
@@ -226,12 +226,12 @@ def test_the_latest_arrival_is_preempted_and_computed_again() -> None:
     first, second = sequence_of(range(16), 36), sequence_of(range(30, 46), 36)
     watch.add(first)
     watch.add(second)
-    while second.num_preemptions == 0:
+    while second.state.num_preemptions == 0:
         step(watch)
     had = list(second.token_ids)
-    assert len(had) > 16 and second.num_computed_tokens == 0 and not second.is_running
-    assert first.num_preemptions == 0 and watch.scheduler.num_preemptions == 1
-    while second.num_computed_tokens == 0:
+    assert len(had) > 16 and second.state.num_computed_tokens == 0 and not second.is_running
+    assert first.state.num_preemptions == 0 and watch.scheduler.num_preemptions == 1
+    while second.state.num_computed_tokens == 0:
         step(watch)
     assert first.finish_reason == "length" and second.token_ids[: len(had)] == had
     while watch.alive:
@@ -248,16 +248,16 @@ def test_a_shared_beginning_is_computed_once() -> None:
         run(watch := whole(40, tokens=40, prefix_caching=True), *together),
     )
     assert without - shared == 3 * 20, "five full blocks of the second, third and fourth"
-    assert [sequence.num_cached_tokens for sequence in together] == [0, 20, 20, 20]
+    assert [sequence.state.num_cached_tokens for sequence in together] == [0, 20, 20, 20]
     assert run(watch, again := sequence_of([*alike, 35], 24)) == 22 - 20 + 1
-    assert again.num_cached_tokens == 20, "also when nobody holds them any more"
+    assert again.state.num_cached_tokens == 20, "also when nobody holds them any more"
 
 
 def test_answers_are_kept_for_the_next_turn() -> None:
     watch = whole(40, tokens=40, prefix_caching=True)
     run(watch, first := sequence_of(range(10), 30))
     run(watch, second := sequence_of([*first.token_ids, 1, 2, 3], 36))
-    assert second.num_cached_tokens == 28, "of 30, all but the last was computed; 7 blocks are full"
+    assert second.state.num_cached_tokens == 28, "of 30, all but the last was computed; 7 blocks are full"
 
 
 def test_one_token_is_always_computed() -> None:
@@ -265,14 +265,14 @@ def test_one_token_is_always_computed() -> None:
     watch = whole(40, tokens=40, prefix_caching=True)
     run(watch, sequence_of(range(8), 9))
     run(watch, again := sequence_of(range(8), 9))
-    assert again.num_cached_tokens == 4
+    assert again.state.num_cached_tokens == 4
 
 
 def test_a_salt_shares_nothing_with_another() -> None:
     watch = whole(40, tokens=40, prefix_caching=True)
     run(watch, sequence_of(range(20), 24))
     run(watch, other := sequence_of(range(20), 24, salt="b"), same := sequence_of(range(20), 24, salt="b"))
-    assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 16)
+    assert (other.state.num_cached_tokens, same.state.num_cached_tokens) == (0, 16)
 
 
 def test_nan_is_not_shared() -> None:
@@ -281,7 +281,7 @@ def test_nan_is_not_shared() -> None:
     bad, waiting = sequence_of(range(20), 24), sequence_of(range(20), 24)
     watch.poisoned.add(bad)
     run(watch, bad, waiting)
-    assert bad.finish_reason == "error" and (waiting.num_cached_tokens, waiting.finish_reason) == (0, "length")
+    assert bad.finish_reason == "error" and (waiting.state.num_cached_tokens, waiting.finish_reason) == (0, "length")
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -289,10 +289,10 @@ def test_the_least_recently_used_goes_first() -> None:
     run(watch, sequence_of(range(16), 17))
     run(watch, sequence_of(range(20, 36), 37))
     run(watch, again := sequence_of(range(16), 17))
-    assert again.num_cached_tokens == 12
+    assert again.state.num_cached_tokens == 12
     run(watch, sequence_of(range(20, 48), 29))  # takes what was used last, in part
     run(watch, kept := sequence_of(range(16), 17))
-    assert kept.num_cached_tokens == 12
+    assert kept.state.num_cached_tokens == 12
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 15])
@@ -339,7 +339,7 @@ def test_a_prompt_is_shared_with_its_first_token(length: int, ahead: int) -> Non
         watch.add(sequence)
     for _ in range(4 + ahead):
         step(watch)
-    assert alike.is_running and other.is_running and alike.num_cached_tokens == 8
+    assert alike.is_running and other.is_running and alike.state.num_cached_tokens == 8
     while watch.alive or watch.under_way:
         watch.step()
     assert watch.all_back()
@@ -389,7 +389,7 @@ def test_right_draft_tokens_are_several_tokens_of_one_step() -> None:
         (drafted, 6, 3, 3),
     ]
     assert plan.num_decodes == 1 and plan.rows.draft_tokens == ((), (3, 7))
-    assert drafted.token_ids == [*range(5), 3, 3, 3, 3] and len(drafted.held[0].blocks) == 2
+    assert drafted.token_ids == [*range(5), 3, 3, 3, 3] and len(drafted.cache.held[0].blocks) == 2
     assert [part.num_tokens for part in step(watch).scheduled] == [1, 1], "and on as before"
     while watch.alive:
         step(watch)
@@ -422,7 +422,10 @@ def test_a_prompt_is_cut_where_a_snapshot_is_kept() -> None:
     watch.add(first := sequence_of(range(30), 32))
     assert [[part.num_tokens for part in step(watch).scheduled] for _ in range(4)] == [[12], [12], [4], [2]]
     run(watch, again := sequence_of(range(30), 32), other := sequence_of([*range(20), 40], 22))
-    assert first.finish_reason == "length" and (again.num_cached_tokens, other.num_cached_tokens) == (28, 12)
+    assert first.finish_reason == "length" and (again.state.num_cached_tokens, other.state.num_cached_tokens) == (
+        28,
+        12,
+    )
     watch = Watch((group(0), recurrent(3 * BLOCK)), limits, (40, 8))
     watch.add(sequence_of(range(30), 32))
     assert [part.num_tokens for part in step(watch).scheduled] == [30], "nobody will begin there"

@@ -343,7 +343,7 @@ def check_hidden_on_gpus(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def _step(executor: Executor, sequence: TokenSequence) -> StepPlan:
     """Plans a step with a complete prompt."""
     scheduler = Scheduler(executor.plan.caches, executor.memory_plan.limits, executor.memory_plan.num_blocks)
-    sequence.needs_prompt_logits = True
+    sequence.state.needs_prompt_logits = True
     scheduler.add(sequence)
     plan = scheduler.schedule()
     assert plan is not None and plan.inputs.sizes.tokens == len(sequence.token_ids)

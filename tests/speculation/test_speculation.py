@@ -339,10 +339,10 @@ def test_a_preempted_sequence_frees_its_draft_sequence() -> None:
         draft = engine.for_role("draft")
         with closing(DraftRunner(CpuExecutor(draft, limits), StepCost.of(draft))) as runner:
             for one in preempted, running:
-                one.held = [None]
+                one.cache.held = [None]
                 (ready,) = runner.catch_up([CatchUp(one, 0, one.token_ids)])
                 assert ready.target is one and list(runner.drafts) == [one] and ready.num_computed == 2
-                one.held = []
+                one.cache.held = []
 
 
 def test_right_draft_tokens_raise_the_rate() -> None:
