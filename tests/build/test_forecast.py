@@ -17,7 +17,8 @@ from enginewright.builder.progress import Silent
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.new_file import NewFile
-from enginewright.passes.quant import METHODS, W8A8, Auto, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
+from enginewright.passes.quant import METHODS, W8A8, Fp8, Int4Gptq, Int4Rtn, Int8Sq, QuantConfig
+from enginewright.passes.quant.auto import Auto
 from tests.helpers import tiny_gguf
 from tests.helpers.command import run_engine
 from tests.helpers.tiny import OF_KERNELS, MemoryCheckpoint
