@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> "Iterator[None]":
-    """What is imported meanwhile stays, so the collector of cycles would find nothing."""
+    """Collects without the collector of cycles: modules that are imported meanwhile stay, so it would find nothing."""
     gc.disable()
     try:
         return (yield)
@@ -181,7 +181,6 @@ def speculation_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes reading from disk pay on any machine, although tiny models are computed faster than their KV is read."""
-
     from enginewright.runtime.scheduler import scheduler, stored
 
     def patient(cache: Any, prefixes: Any, store: Any, memory: Any, seconds: Any) -> stored.StoredPrefixes:

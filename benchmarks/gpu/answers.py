@@ -129,5 +129,5 @@ def measure(report: Report, name: str, path: Path, device: str, limits: Limits =
     together = answered(path, device, [kind for kind in KINDS if kind.name in alone], limits, steps_ahead=1)
     for named, answers in alone.items():
         same = sum(a == b for a, b in zip(answers, together[named], strict=True))
-        wrong = {} if same == PROMPTS else {"error": "in company, with a step ahead, answers are others"}
+        wrong = {} if same == PROMPTS else {"error": "in a batch, with a step ahead, answers differ"}
         report.add(f"{name}/{named}, ahead", **{"as alone": same, "of": PROMPTS}, **wrong)

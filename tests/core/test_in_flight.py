@@ -191,8 +191,8 @@ def test_several_answers_to_one_prompt(engine: Engine, length: int) -> None:
         assert answers(llm.generate(prompt, sampled)) == four[:1]
         greedy = answers(llm.generate(prompt, replace(GREEDY, n=3)))
         assert greedy == answers(llm.generate(prompt, GREEDY)) * 3
-    company = random_prompts([90, 40, 110, 7, 80], seed=2)
+    others = random_prompts([90, 40, 110, 7, 80], seed=2)
     with LLM(engine, **LIMITS | {"kv_cache_memory": kv_bytes(engine, [150] * 3, 1)}) as llm:
-        crowd = llm.generate([*company, prompt, *company], [*[sampled] * 5, replace(sampled, n=4), *[sampled] * 5])
+        crowd = llm.generate([*others, prompt, *others], [*[sampled] * 5, replace(sampled, n=4), *[sampled] * 5])
         assert answers([crowd[5]]) == four
         wait_until_idle(llm)

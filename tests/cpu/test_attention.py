@@ -273,8 +273,8 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(isa: str, kv: str, window
         together = torch.cat(attention.run(isa, pieces, threads=2))
         assert torch.equal(together, alone[pieces[0].start :]), f"cut in {sizes}"
 
-    company = [decode(heads, 40 + 19 * seed, seed) for seed in range(1, 29)] + [whole(heads, 100, 30)]
-    batch = [*company, decode(heads, length), Chunk(text(heads, length), 300, 333), decode(heads, 513)]
+    others = [decode(heads, 40 + 19 * seed, seed) for seed in range(1, 29)] + [whole(heads, 100, 30)]
+    batch = [*others, decode(heads, length), Chunk(text(heads, length), 300, 333), decode(heads, 513)]
     for threads in (1, 3):
         results = attention.run(isa, batch, threads)
         assert torch.equal(results[-3], alone[-1:])

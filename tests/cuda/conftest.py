@@ -1,4 +1,4 @@
-"""What tests of code for GPUs need of their machine: a folder for compiled kernels, and a kind of GPU."""
+"""Fixtures for tests of code for GPUs: a folder for compiled kernels, and a kind of GPU."""
 
 from pathlib import Path
 

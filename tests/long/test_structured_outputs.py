@@ -82,8 +82,8 @@ def test_hostile_schemas_hold_nobody_up() -> None:
         assert text == alone and pause_s < MAX_PAUSE_S
 
 
-@pytest.mark.parametrize("company", [1, 8])
-def test_a_hard_grammar_holds_nobody_up_for_long(company: int) -> None:
+@pytest.mark.parametrize("num_others", [1, 8])
+def test_a_hard_grammar_holds_nobody_up_for_long(num_others: int) -> None:
     """Whatever such a grammar takes, others finish, and with the same tokens."""
     hard = [
         {"grammar": 'start: s\ns: s s | s s s | "a" | ""'},
@@ -97,6 +97,6 @@ def test_a_hard_grammar_holds_nobody_up_for_long(company: int) -> None:
     with LLM(tiny_engine(), **LIMITS) as llm:
         (alone,) = llm.generate(["Free"], free)
         params = [SamplingParams(max_tokens=200, seed=0, structured_outputs=one) for one in hard]  # type: ignore[arg-type]
-        prompts = ["Hard"] * len(hard) + ["Free"] * company
-        *_, last = llm.generate(prompts, [*params, *[free] * company])
+        prompts = ["Hard"] * len(hard) + ["Free"] * num_others
+        *_, last = llm.generate(prompts, [*params, *[free] * num_others])
         assert last.outputs == alone.outputs

@@ -28,7 +28,7 @@ def reference(ids: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 @pytest.mark.parametrize("length", [1, 2, 11, 40, 200])
 def test_log_probabilities_of_a_prompt(llm: LLM, length: int) -> None:
-    """They are right for prompts of one or several steps, next to other requests, and with several completions."""
+    """Prompts of one or several steps are scored alike, also among other requests, and with several completions."""
     ids = (PROMPT * 20)[:length]
     params = [
         SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, n=2, ignore_eos=True),

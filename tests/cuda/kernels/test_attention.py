@@ -72,12 +72,12 @@ def test_bits_do_not_depend_on_company(attention: Attention) -> None:
     (prompt,) = attention.run(library(), [whole(SMALL, length)])
     for start in (length - 1, length - 5, length - 6, length - 150):
         chunk = part(SMALL, start, length)
-        company = [decode(SMALL, 300, 1), chunk, decode(SMALL, 611, 1), whole(SMALL, 40, 2)]
+        others = [decode(SMALL, 300, 1), chunk, decode(SMALL, 611, 1), whole(SMALL, 40, 2)]
         np.testing.assert_array_equal(attention.run(library(), [chunk])[0], prompt[start:])
-        np.testing.assert_array_equal(attention.run(library(), company)[1], prompt[start:])
+        np.testing.assert_array_equal(attention.run(library(), others)[1], prompt[start:])
         crowded = replace(attention, crowded=True)
         if crowded in CROWDED:
-            np.testing.assert_array_equal(crowded.run(library(), company)[1], prompt[start:])
+            np.testing.assert_array_equal(crowded.run(library(), others)[1], prompt[start:])
 
 
 STEP = [
