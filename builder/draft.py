@@ -260,7 +260,8 @@ def _with_role(
         name: name if _equal(weight, target.weights.get(name)) else f"{role}/{name}" for name, weight in weights.items()
     }
     files = {
-        plan_section(platform, role): plan.with_weights(names.__getitem__).to_json() for platform, plan in plans.items()
+        plan_section(platform, role): plan.with_renamed_weights(names.__getitem__).to_json()
+        for platform, plan in plans.items()
     }
     return replace(
         target,

@@ -27,13 +27,16 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
     cubin: bytes  # machine code; the text of PTX for "ptx"
     symbol: str  # name of the kernel in it
-    registers: int = 0  # registers of a thread; 0 for PTX, which the driver compiles, as for the next two
-    # memory of a thread that registers do not hold, in bytes: spills, and arrays with a computed index
-    local_bytes: int = 0
+
+    # Resources that the compiler reports; 0 for PTX, which the driver compiles when the engine is opened.
+    registers: int = 0  # registers of a thread
+    local_bytes: int = 0  # memory of a thread beyond its registers, in bytes: spills, and arrays with a computed index
     static_shared_bytes: int = 0  # static shared memory of a block, in bytes
-    shared_bytes: int = 0  # as in `code.CompiledKernel`; 0 for CUDA C++, where the launch has it, as for the next two
-    num_warps: int = 0  # as in `code.CompiledKernel`
-    scratch_bytes: int = 0  # as in `code.CompiledKernel`
+
+    # Launch parameters, as in `code.CompiledKernel`, that Triton has chosen; 0 for CUDA C++, where the plan has them.
+    shared_bytes: int = 0  # dynamic shared memory of a block, in bytes
+    num_warps: int = 0  # warps of a block
+    scratch_bytes: int = 0  # global memory of a block, in bytes
 
     @property
     def launch(self) -> CompiledKernel:

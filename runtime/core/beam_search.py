@@ -80,7 +80,7 @@ class BeamSearch(RequestKind):
                 sequence = self._fork(sequence)
             self._sequences.append(sequence)
         for beam, sequence in zip(beams, self._sequences, strict=True):
-            self._live.scheduler.choose(sequence, beam.tokens[-1].token)
+            self._live.scheduler.resume(sequence, beam.tokens[-1:])
 
     def _fork(self, parent: TokenSequence) -> TokenSequence:
         child = TokenSequence(

@@ -72,11 +72,7 @@ class Drafting:
             outputs: its outputs.
             step_s: seconds that the step took.
         """
-        free = [
-            sequence
-            for sequence in plan.rows.sequences
-            if sequence.is_running and not sequence.is_beam and not self.propose_forced(sequence)
-        ]
+        free = [one for one in plan.rows.sequences if one.is_running and not self.propose_forced(one)]
         if self._speculator is None:
             return
         sizes = plan.inputs.sizes

@@ -131,7 +131,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True as long as `step` has something to do."""
-        return self._scheduler.num_unfinished > 0 or len(self._in_flight) > 0
+        return self._scheduler.num_unfinished > 0 or len(self._in_flight) > 0 or bool(self._deferred)
 
     def stats(self) -> Stats:
         """Statistics of the engine; the numbers may be one step apart from each other."""
@@ -333,32 +333,41 @@ class EngineCore:
     def _commit_rows(self, step: StepInFlight, outputs: Outputs) -> None:
         """Ends a step: waits for its tokens, and hands them out."""
         plan, sampled = step.plan, self._sampler.end(step.sampled)
-        if plan.rows.has_rows_without_token or plan.rows.has_grammar:
-            sampled = self._hand_out_scores(plan.rows, sampled)
+        rows = plan.rows
+        beams = [(row.sequence, sampled[i]) for i, row in rows.other.items() if row.purpose is RowPurpose.SEARCH]
+        if rows.has_rows_without_token or rows.has_grammar:
+            sampled = self._hand_out_scores(rows, sampled)
         now = time.perf_counter()
         step_s = now - max(step.began, self._step_ended)  # the step before may have run until then
         self._step_ended = now
         if self._step_cost is not None:
             self._step_cost.learn(step.work, step_s)
         self._counts.add(plan.inputs.sizes.tokens, step_s)
-        accepted = self._drafting.verify(plan.rows, sampled)
+        accepted = self._drafting.verify(rows, sampled)
         self._scheduler.commit(plan, accepted)
-        self._hand_out(plan.rows, accepted, now, outputs)
+        self._hand_out(rows.sequences, accepted, now, outputs)
+        for sequence, token in beams:
+            self._hand_out([sequence], [(token,)], now, outputs)
 
     def _commit_deferred(self, outputs: Outputs) -> None:
         """Hands out the tokens of deferred sequences whose masks are ready."""
         for rows, sampled in self._deferred.sample_ready():
+            (sequence,) = rows.sequences
             accepted = self._drafting.verify(rows, self._hand_out_scores(rows, sampled))
-            self._scheduler.commit_deferred(rows, accepted)
-            self._hand_out(rows, accepted, time.perf_counter(), outputs)
-            self._drafting.propose_forced(rows.sequences[0])
+            self._scheduler.resume(sequence, accepted[0])
+            self._hand_out(rows.sequences, accepted, time.perf_counter(), outputs)
+            self._drafting.propose_forced(sequence)
 
     def _hand_out(
-        self, rows: LogitRows, accepted: Sequence[tuple[SampledToken, ...]], now: float, outputs: Outputs
+        self,
+        sequences: Sequence[TokenSequence],
+        accepted: Sequence[tuple[SampledToken, ...]],
+        now: float,
+        outputs: Outputs,
     ) -> None:
         """Passes the tokens of each sequence on to its request."""
         receivers, num_generated = self._live.receivers, 0
-        for sequence, tokens in zip(rows.sequences, accepted, strict=True):
+        for sequence, tokens in zip(sequences, accepted, strict=True):
             kind = receivers.get(sequence)
             if kind is not None:  # otherwise it has ended meanwhile
                 num_generated += kind.on_sampled(sequence, tokens, now, outputs)

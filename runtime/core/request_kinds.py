@@ -156,14 +156,19 @@ class Plain(RequestKind):
         try:
             if sequence.finish_reason is None and completion.stops is None and len(tokens) == 1:
                 # Nearly all tokens: `write` would do the same, and its call takes as long as all of this.
-                delta = Delta(completion.index, completion.detokenizer.push(tokens[0].token), tokens)
-            else:
-                delta = completion.write(tokens)
+                text = completion.detokenizer.push(tokens[0].token)
+                outputs.append((request, Delta(completion.index, text, tokens)))
+                if request.first_token_s is None:
+                    request.first_token_s = now - request.arrived_at
+                return 1
+            delta = completion.write(tokens)
         except Exception:
             logger.exception("a token could not be turned into text; its request has failed, and no other")
             delta = completion.failed(tokens)
-        if delta.finish_reason is not None or request.first_token_s is None:
-            self._follow(sequence, delta, now)
+        if request.first_token_s is None:
+            request.first_token_s = now - request.arrived_at
+        if delta.finish_reason is not None:
+            self._end_sequence(sequence, delta.finish_reason, now)
         outputs.append((request, delta))
         return len(delta.tokens)
 
@@ -176,22 +181,19 @@ class Plain(RequestKind):
         self._finish()
         return deltas
 
-    def _follow(self, sequence: TokenSequence, delta: Delta, now: float) -> None:
-        """Notes the times of the first and the last token, and ends a sequence whose delta is its last one.
+    def _end_sequence(self, sequence: TokenSequence, reason: str, now: float) -> None:
+        """Ends a sequence, and the request with its last one.
 
         Args:
             sequence: the sequence.
-            delta: its new delta.
+            reason: its finish_reason.
             now: time.perf_counter, in seconds.
         """
         request = self.request
-        if request.first_token_s is None:
-            request.first_token_s = now - request.arrived_at
-        if delta.finish_reason is not None:
-            self._live.finish(sequence, delta.finish_reason)
-            if all(completion.finished for completion in request.completions):
-                request.total_s = now - request.arrived_at
-                self._finish()
+        self._live.finish(sequence, reason)
+        if all(completion.finished for completion in request.completions):
+            request.total_s = now - request.arrived_at
+            self._finish()
 
 
 class BestOf(Plain):

@@ -124,7 +124,7 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, An
     device = CudaDevice(int(config.device.partition(":")[2] or 0))
     try:
         archive = engine.code(device.capability)
-        engine.plan = engine.plan.for_code(engine.architecture(device.capability))
+        engine.plan = engine.plan.for_architecture(engine.architecture(device.capability))
         device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name])
         executor = CudaExecutor(engine, device, config, weights)
         engine.file.check_unchanged()  # the GPU now has all weights, so later changes of the file do not matter

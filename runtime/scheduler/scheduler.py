@@ -186,99 +186,82 @@ class Scheduler:
         self._last = None
 
     def defer(self, sequence: TokenSequence) -> None:
-        """Leaves a sequence out of all steps until `commit_deferred` is called for it; it keeps its blocks."""
+        """Leaves a sequence out of all steps until `resume` is called for it; it keeps its blocks."""
         sequence.state.deferred, self._last = True, None
 
-    def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
+    def commit(self, plan: StepPlan, accepted: Sequence[Sequence[SampledToken]]) -> None:
         """Appends the sampled tokens of a step to its sequences, and ends those that are complete.
 
         Args:
             plan: the plan of the step.
             accepted: the tokens of each of `plan.rows.sequences`: the accepted draft tokens, if any, and the token
                 sampled after them.
-
-        Returns:
-            The sequences that have ended.
         """
-        return self._commit(plan.rows, accepted, plan.ending)
+        rows = plan.rows
+        for row in rows.other.values():
+            state = row.sequence.state
+            if row.purpose is RowPurpose.SCORE_PROMPT:
+                state.needs_prompt_logits = row.index + 1 < row.sequence.num_prompt_tokens
+            elif row.purpose is RowPurpose.SEARCH:
+                state.num_tokens = len(row.sequence.token_ids)
+        if rows.draft_tokens:
+            for sequence, tokens in zip(rows.sequences, accepted, strict=True):
+                self._append([sequence] * len(tokens), list(zip(tokens, strict=True)))
+        else:
+            self._append(rows.sequences, accepted)
+        for sequence in plan.ending:
+            self.finish(sequence, "length")
+        for sequence, draft_tokens in zip(rows.sequences, rows.draft_tokens, strict=False):
+            if draft_tokens and sequence.finish_reason is None:
+                self._roll_back(sequence)
+        if self._events is not None:
+            self._events.flush()
 
-    def commit_deferred(self, rows: LogitRows, accepted: Sequence[Sequence[SampledToken]]) -> list[TokenSequence]:
-        """Commits tokens that were sampled later for deferred sequences, which further steps include again.
+    def resume(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> None:
+        """Appends the next tokens of a deferred sequence, which further steps include again.
 
         Args:
-            rows: the rows of logits of deferred sequences.
-            accepted: the tokens of each of `rows.sequences`, as in `commit`.
-
-        Returns:
-            The sequences that have ended.
+            sequence: the sequence. If it was preempted meanwhile, it waits from now on, and is computed again.
+            tokens: the accepted draft tokens, if any, and the token after them.
         """
-        for sequence in rows.sequences:
-            sequence.state.deferred = False
-        return self._commit(rows, accepted, ())
+        state = sequence.state
+        state.deferred = False
+        self._append([sequence] * len(tokens), list(zip(tokens, strict=True)))
+        if sequence.finish_reason is None:
+            if state.draft_tokens:
+                self._roll_back(sequence)
+            state.num_tokens = len(sequence.token_ids)
+            if not sequence.is_running:
+                self._waiting.put_back(sequence)
+        if self._events is not None:
+            self._events.flush()
 
-    def _commit(
-        self, rows: LogitRows, accepted: Sequence[Sequence[SampledToken]], ending: Sequence[TokenSequence]
-    ) -> list[TokenSequence]:
-        if rows.other:
-            for row in rows.other.values():
-                if row.purpose is RowPurpose.SCORE_PROMPT:
-                    row.sequence.state.needs_prompt_logits = row.index + 1 < row.sequence.num_prompt_tokens
-        ended, stride = [], self._cache.stride
-        if rows.draft_tokens:
-            accepted = [self._commit_draft_tokens(*each) for each in zip(rows.sequences, accepted, strict=True)]
-        for sequence, (sampled,) in zip(rows.sequences, accepted, strict=True):
-            if sequence.finish_reason is not None:  # by finish(), or by the step before
+    def _append(self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[SampledToken]]) -> None:
+        """Appends tokens to sequences, and ends those that are complete.
+
+        Args:
+            sequences: the sequence of each token. Tokens after the one that ends it are dropped.
+            tokens: the tokens, each in a sequence of its own.
+        """
+        stride = self._cache.stride
+        for sequence, (sampled,) in zip(sequences, tokens, strict=True):
+            if sequence.finish_reason is not None:  # by a token before, by finish(), or by the step before
                 continue
             if sampled.is_nan:
-                ended.append((sequence, "error"))
+                self.finish(sequence, "error")
                 continue
             token, token_ids = sampled.token, sequence.token_ids
             known = len(token_ids)
             if known % stride == 0 or sequence.cache.has_unpublished_blocks:
                 self._prefixes.publish(sequence)
-            if sequence.is_beam:
-                sequence.state.num_tokens = known
-                continue
             token_ids.append(token)
             if token in sequence.stop_token_ids:
-                ended.append((sequence, "stop"))
+                self.finish(sequence, "stop")
             elif known + 1 >= sequence.max_tokens:
-                ended.append((sequence, "length"))
-        ended += [(sequence, "length") for sequence in ending if sequence.finish_reason is None]
-        for sequence, reason in ended:
-            self.finish(sequence, reason)
-        for sequence, draft_tokens in zip(rows.sequences, rows.draft_tokens, strict=False):
-            if draft_tokens:
-                self._roll_back(sequence)
-        if self._events is not None:
-            self._events.flush()
-        return [sequence for sequence, _ in ended]
-
-    def _commit_draft_tokens(self, sequence: TokenSequence, tokens: Sequence[SampledToken]) -> Sequence[SampledToken]:
-        """Appends the accepted draft tokens of a sequence.
-
-        Args:
-            sequence: the sequence.
-            tokens: its accepted draft tokens, and the token sampled after them.
-
-        Returns:
-            The single token that `_commit` has still to append: the first one that ends the sequence, or the last one.
-        """
-        if sequence.finish_reason is not None:
-            return tokens[-1:]
-        for place, sampled in enumerate(tokens[:-1]):
-            ends = sampled.token in sequence.stop_token_ids or len(sequence.token_ids) + 1 >= sequence.max_tokens
-            if sampled.is_nan or ends:
-                return tokens[place : place + 1]
-            if len(sequence.token_ids) % self._cache.stride == 0 or sequence.cache.has_unpublished_blocks:
-                self._prefixes.publish(sequence)
-            sequence.token_ids.append(sampled.token)
-        return tokens[-1:]
+                self.finish(sequence, "length")
 
     def _roll_back(self, sequence: TokenSequence) -> None:
         """Rolls back the rejected draft tokens of a sequence."""
-        if sequence.finish_reason is not None:
-            return
         state, known = sequence.state, len(sequence.token_ids) - 1
         state.draft_tokens, state.num_tokens = [], len(sequence.token_ids)
         if sequence.is_running and state.num_computed_tokens >= known:  # otherwise it was preempted meanwhile
@@ -288,15 +271,16 @@ class Scheduler:
             state.recomputing = state.num_computed_tokens < known
 
     def fork(self, sequence: TokenSequence, child: TokenSequence) -> None:
-        """Adds a new beam that continues a parked one.
+        """Adds a new deferred sequence that continues another one.
 
-        The new beam shares the blocks of the parked one and runs at once. If this is not possible now, it waits once
-        its next token is chosen, and is computed again.
+        The new sequence shares the blocks of the other one and runs at once. If this is not possible now, it waits once
+        it is resumed, and is computed again.
 
         Args:
-            sequence: the parked beam.
-            child: the new beam, with exactly the same tokens.
+            sequence: the other sequence, which is deferred.
+            child: the new sequence, with exactly the same tokens.
         """
+        child.state.deferred = True
         self._waiting.arrive(child, sibling=sequence)
         if not sequence.is_running or len(self._running) == self._limits.sequences:
             return
@@ -309,18 +293,6 @@ class Scheduler:
         child.state.num_computed_tokens = child.state.num_charged_tokens = child.state.num_cached_tokens = computed
         self._prefixes.fork(sequence, child)
         self._run(child)
-
-    def choose(self, sequence: TokenSequence, token: int) -> None:
-        """Appends the next token to a parked beam, so that it continues; one that was preempted waits again.
-
-        Args:
-            sequence: the beam.
-            token: id of the token that the beam search has chosen.
-        """
-        sequence.token_ids.append(token)
-        sequence.state.num_tokens += 1
-        if not sequence.is_running:
-            self._waiting.put_back(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str, *, replace: bool = False) -> None:
         """Ends a sequence that waits or runs, and frees its blocks. One that has ended before stays as it is.
@@ -368,7 +340,7 @@ class Scheduler:
         return True
 
     def _evict_parked(self) -> bool:
-        """Preempts a parked beam for waiting sequences where no sequence can advance otherwise; True if it did."""
+        """Preempts a parked sequence for waiting ones where no sequence can advance otherwise; True if it did."""
         if not len(self._waiting) or any(sequence.num_in_flight_tokens for sequence in self._running):
             return False
         parked = next((sequence for sequence in reversed(self._running) if sequence.is_parked), None)
@@ -393,16 +365,15 @@ class Scheduler:
     def _preempt(self, sequence: TokenSequence) -> None:
         """Frees the blocks of a running sequence, which waits and is computed again later.
 
-        A parked beam is not queued before its next token is chosen.
+        A deferred sequence is not queued before it is resumed.
         """
-        is_parked = sequence.is_parked
         self._leave(sequence)
         state = sequence.state
         state.draft_tokens, state.recomputing = [], False
         state.num_computed_tokens = 0
         state.num_preemptions += 1
         self.num_preemptions += 1
-        if not is_parked:
+        if not state.deferred:
             self._waiting.put_back(sequence)
 
     def _leave(self, sequence: TokenSequence) -> None:
@@ -451,8 +422,7 @@ class Scheduler:
                 state.draft_tokens = []
                 reading.append(sequence)
             elif length > first and not (
-                (length >= sequence.max_tokens or state.draft_tokens or sequence.is_beam)
-                and length > len(sequence.token_ids)
+                (length >= sequence.max_tokens or state.draft_tokens) and length > len(sequence.token_ids)
             ):
                 # A decode needs a block where its token is the first of one. The sequence that is preempted for it
                 # comes later in this list, or it is the last one and is itself preempted.
@@ -526,7 +496,11 @@ class Scheduler:
             if one.num_logit_rows:
                 state.logits_row, draft_tokens = len(requests), state.draft_tokens
                 state.num_tokens += 1 + len(draft_tokens)
-                sampling.append(sequence)
+                if sequence.is_beam:
+                    state.deferred = True
+                    other[len(requests)] = LogitRow(sequence, RowPurpose.SEARCH, request)
+                else:
+                    sampling.append(sequence)
                 requests.append(request)
                 if draft_tokens:
                     for index, after in enumerate(request.rows_after(draft_tokens), start=1):
@@ -542,9 +516,7 @@ class Scheduler:
             LogitRows.with_other(sampling, requests, other),
             tuple(ending),
         )
-        sequences = plan.rows.sequences
-        repeats = num_decodes == len(self._running) == len(sequences) and not any(one.is_beam for one in sequences)
-        self._last = plan if repeats else None
+        self._last = plan if num_decodes == len(self._running) == len(sampling) else None
         return plan
 
     def _extend(self, scheduled: Sequence[ScheduledTokens]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:

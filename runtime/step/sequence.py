@@ -34,7 +34,7 @@ class ScheduleState:
     num_computed_tokens: int = 0  # number of tokens whose KV is in the cache once the planned steps are done
     draft_tokens: list[int] = field(default_factory=list)  # draft tokens to verify next (Scheduler.propose)
     logits_row: int = 0  # first row of its last planned step's logits that its tokens are sampled from
-    deferred: bool = False  # true while steps leave it out, since its grammar's mask is not ready (Scheduler.defer)
+    deferred: bool = False  # true while steps leave it out, until its next token is known (Scheduler.resume)
     recomputing: bool = False  # true if a recurrent state was rolled back so far that known tokens are computed again
 
     admitted_at: float | None = None  # time of its first admission by time.perf_counter, in seconds
@@ -65,7 +65,7 @@ class TokenSequence:
     sibling_of: "TokenSequence | None" = None  # an earlier completion of the same prompt, whose KV it shares
     second_from: int = NEVER  # first position of the second text, if two texts are embedded as a pair
     work: WorkClass = DEFAULT_WORK  # priority and tenant
-    is_beam: bool = False  # true of a beam: Scheduler.choose sets its next token, instead of sampling
+    is_beam: bool = False  # true of a beam: a beam search chooses its next token among the likeliest ones
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
     cache: CacheHandle = field(default_factory=CacheHandle)  # its holdings in the caches
     state: ScheduleState = field(init=False)  # its progress
@@ -92,9 +92,8 @@ class TokenSequence:
 
     @property
     def is_parked(self) -> bool:
-        """True of a beam that waits for Scheduler.choose: there is nothing to compute."""
-        state = self.state
-        return self.is_beam and state.num_computed_tokens == state.num_tokens == len(self.token_ids)
+        """True if it is deferred, and no planned step computes anything for it: a beam that waits for its token."""
+        return self.state.deferred and not self.num_in_flight_tokens
 
     @property
     def is_running(self) -> bool:

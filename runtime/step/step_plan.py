@@ -30,6 +30,7 @@ class RowPurpose(Enum):
 
     SAMPLE = auto()  # sample the next token of its sequence
     VERIFY = auto()  # sample the token after a draft token, which counts if the rows before confirm the draft token
+    SEARCH = auto()  # list the likeliest next tokens of a beam, among which a beam search chooses
     SCORE_PROMPT = auto()  # compute the log-probability of a token of the prompt
     DROPPED = auto()  # none: the row is sampled with the others, and the result is ignored
 
@@ -94,7 +95,7 @@ class LogitRows(msgspec.Struct, frozen=True):
 
     @property
     def has_rows_without_token(self) -> bool:
-        """True if some rows give no token: they score tokens of prompts, or are dropped."""
+        """True if some rows give no token: they are beams' rows, score tokens of prompts, or are dropped."""
         return any(row.purpose is not RowPurpose.VERIFY for row in self.other.values())
 
     def of_sequence(self, sequence: TokenSequence) -> "tuple[slice, LogitRows]":

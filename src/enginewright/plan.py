@@ -540,7 +540,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             starts.append(starts[-1] + -(-size // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES)
         return [starts[buffer.slot] for buffer in self.buffers], starts[-1]
 
-    def for_code(self, architecture: str) -> "Plan":
+    def for_architecture(self, architecture: str) -> "Plan":
         """Copies the plan without the launches that this architecture's code does not have."""
         calls = tuple(
             msgspec.structs.replace(
@@ -561,7 +561,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         operands = (operand for call in self.calls for operand in call.operands.values())
         return list(dict.fromkeys(operand.name for operand in operands if isinstance(operand, WeightOperand)))
 
-    def with_weights(self, renamed: Callable[[str], str]) -> "Plan":
+    def with_renamed_weights(self, renamed: Callable[[str], str]) -> "Plan":
         """Copies the plan with its weights renamed."""
         calls = []
         for call in self.calls:

@@ -107,7 +107,7 @@ def test_wgmma_where_it_is_switched_on_is_for_hopper_alone(monkeypatch: pytest.M
         ("ptx", "gemm_large", "paged_prefill"),
         ("sm_90a", "gemm_wgmma", "paged_prefill_wgmma"),
     ):
-        for step in plan.for_code(architecture).calls:
+        for step in plan.for_architecture(architecture).calls:
             if step.kernel.startswith("paged_attention"):
                 assert [one.kernel.partition("-")[0] for one in step.launches] == [prefill, "paged_decode"]
             if not step.kernel.startswith("gemm"):
@@ -161,7 +161,7 @@ def test_each_architecture_has_the_kernels_of_its_launches(batch_invariant: bool
     whole = assembly.plans["cuda"]
     assert any(launch.architectures for launch in whole.launches())  # tiles grow at another number of tokens
     for name in names:
-        plan = whole.for_code(name)
+        plan = whole.for_architecture(name)
         for launch in plan.launches():
             assert name in (assembly.kernels[launch.kernel].architectures or names)
         for call in plan.calls:

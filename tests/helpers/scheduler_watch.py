@@ -7,15 +7,17 @@ number, too, of all tokens that it has seen.
 A step is computed, and its tokens are sampled, as soon as it is planned; the scheduler may learn of them a step later.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from enginewright.plan import CacheGroup, PagedCache, Plane, RecurrentState, StateTensor, StepSizes
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.sampling.parameters import SamplingParams
-from enginewright.runtime.sampling.request import PromptToken, RowAfterDraft, RowRequest, SamplingRequest
+from enginewright.runtime.sampling.request import DroppedRow, PromptToken, RowAfterDraft, RowRequest, SamplingRequest
 from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.dims import SPLIT_TOKENS
@@ -52,6 +54,7 @@ def sequence_of(
     salt: str = "",
     sibling_of: TokenSequence | None = None,
     work: WorkClass = DEFAULT_WORK,
+    is_beam: bool = False,
 ) -> TokenSequence:
     """A sequence that grows to `length` tokens at most; one that samples none has the length of its prompt."""
     request = SamplingRequest(SamplingParams(temperature=0), prompt, VOCAB) if drawing else None
@@ -65,6 +68,7 @@ def sequence_of(
         salt,
         sibling_of,
         work=work,
+        is_beam=is_beam,
     )
 
 
@@ -78,6 +82,7 @@ class Watch:
 
     poisoned: sequences all of whose logits are NaN; nobody may read what they have written. draw: samples the next
     token of a sequence with these tokens. ahead: steps that may be planned and not committed when another is planned.
+    defers: there are beams or deferred sequences, so that a sequence may stand still.
     """
 
     def __init__(
@@ -110,7 +115,11 @@ class Watch:
             np.full(count * (kv.block_size if isinstance(kv, PagedCache) else 1), BLANK)
             for count, kv in zip(num_blocks, groups, strict=True)
         ]
-        self.alive: dict[TokenSequence, int] = {}  # and the step by which each must have ended
+        self.defers = False
+        self.deferred: dict[TokenSequence, list[SampledToken]] = {}  # and the tokens that `resume` will give them
+        self.searched: dict[TokenSequence, list[SampledToken]] = {}  # those of beams whose step is not committed
+        self.num_deferred = self.num_forked = 0
+        self.alive: dict[TokenSequence, float] = {}  # and the step by which each must have ended
         self.poisoned: set[TokenSequence] = set()
         self.contents: dict[TokenSequence, list[int]] = {}
         self.rows: dict[TokenSequence, set[int]] = {}  # positions that have given logits
@@ -120,7 +129,7 @@ class Watch:
 
     def add(self, sequence: TokenSequence) -> None:
         bound = sum(one.max_tokens for one in self.alive) + sequence.max_tokens
-        self.alive[sequence] = self.num_steps + (1 + self.ahead) * bound
+        self.alive[sequence] = math.inf if self.defers else self.num_steps + (1 + self.ahead) * bound
         self.tokens[sequence] = list(sequence.token_ids)
         self.scheduler.add(sequence)
 
@@ -131,13 +140,13 @@ class Watch:
     def step(self) -> StepPlan | None:
         """Plans a step, and commits the one that is due."""
         plan = self.schedule()
-        if plan is None or len(self.under_way) > self.ahead:
+        if self.under_way and (plan is None or len(self.under_way) > self.ahead):
             self.commit()
         return plan
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, checks it, and computes it."""
-        alike = all(sequence.work == DEFAULT_WORK for sequence in self.alive)
+        alike = not self.defers and all(sequence.work == DEFAULT_WORK for sequence in self.alive)
         oldest = next(iter(self.alive), None) if alike else None
         if oldest is not None and (
             (oldest.state.num_tokens >= oldest.max_tokens and oldest.num_in_flight_tokens)
@@ -149,7 +158,8 @@ class Watch:
         computing_again = {sequence for sequence in self.alive if sequence.state.recomputing}
         plan = self.scheduler.schedule()
         if plan is None:
-            assert oldest is None and (self.under_way or not self.alive), "a sequence was left behind"
+            assert oldest is None, "a sequence was left behind"
+            assert self.under_way or self.deferred or not self.alive, "all sequences were left behind"
             return None
         self.num_steps += 1
         self.num_computed += plan.inputs.sizes.tokens
@@ -170,9 +180,10 @@ class Watch:
             self._check_blocks(plan, index)
         accepted = [self._sample(sequence) for sequence in plan.rows.sequences]
         scored = {place for place, row in enumerate(plan.rows.rows) if row.purpose is RowPurpose.SCORE_PROMPT}
-        assert plan.rows.has_rows_without_token == bool(scored)
+        beams = {place for place, row in enumerate(plan.rows.rows) if row.purpose is RowPurpose.SEARCH}
+        assert beams.issubset(plan.rows.other) and plan.rows.has_rows_without_token == bool(scored | beams)
         assert [row.request for row in plan.rows.rows] == list(plan.rows.requests)
-        sampled_rows = [row for row in range(len(plan.rows.requests)) if row not in scored]
+        sampled_rows = [row for row in range(len(plan.rows.requests)) if row not in scored | beams]
         rows_of = [
             (one.request, one.state.draft_tokens[:count])
             for one in plan.rows.sequences
@@ -196,7 +207,42 @@ class Watch:
             if part.sequence in plan.rows.sequences
         ]
         self.under_way.append((plan, accepted, ends))
+        for row in beams:
+            beam = plan.rows.other[row].sequence
+            self.searched[beam] = self._sample(beam)
         return plan
+
+    def defer(self, sequences: Sequence[TokenSequence]) -> None:
+        """Takes sequences out of the newest step, as if the masks of their grammars were late."""
+        plan, accepted, ends = self.under_way.pop()
+        kept = [place for place, one in enumerate(plan.rows.sequences) if one not in sequences]
+        for sequence, tokens in zip(plan.rows.sequences, accepted, strict=True):
+            if sequence in sequences:
+                self.deferred[sequence] = tokens
+                self.scheduler.defer(sequence)
+        self.num_deferred += len(sequences)
+        plan = msgspec.structs.replace(plan, rows=plan.rows.without(sequences, DroppedRow(VOCAB)))
+        self.under_way.append((plan, [accepted[place] for place in kept], [ends[place] for place in kept]))
+
+    def resume(self, sequence: TokenSequence) -> None:
+        """Gives a deferred sequence its tokens."""
+        tokens, over, end = self.deferred.pop(sequence), sequence.finish_reason, len(sequence.token_ids)
+        draft_tokens = list(sequence.state.draft_tokens)
+        self.scheduler.resume(sequence, tokens)
+        self._check_committed(sequence, tokens, over, end, draft_tokens)
+        self._check_ended([sequence] if over is None and sequence.finish_reason is not None else [])
+
+    def fork(self, parent: TokenSequence) -> None:
+        """Branches a beam that waits for its token."""
+        child = sequence_of(parent.token_ids, parent.max_tokens, salt=parent.cache_salt, is_beam=True)
+        child.num_prompt_tokens = parent.num_prompt_tokens
+        self.scheduler.fork(parent, child)
+        self.alive[child] = math.inf
+        self.deferred[child] = [SampledToken(self.draw(parent.token_ids))]
+        self.tokens[child] = [*parent.token_ids, self.deferred[child][0].token]
+        self.num_forked += 1
+        for index in range(len(self.groups)):
+            self._check_holders(index)
 
     def _sample(self, sequence: TokenSequence) -> list[SampledToken]:
         """Samples a token, and one more for each draft token that was right."""
@@ -219,27 +265,57 @@ class Watch:
                 assert self.scored[sequence] >= set(range(1, sequence.num_prompt_tokens)), "before its first token"
         over = {part.sequence: part.sequence.finish_reason for part in plan.scheduled}
         self.num_wasted += sum(reason is not None for reason in over.values())
-        ended = self.scheduler.commit(plan, accepted)
+        self.scheduler.commit(plan, accepted)
         drafts = plan.rows.draft_tokens or [()] * len(accepted)
         for sequence, tokens, end, draft in zip(plan.rows.sequences, accepted, ends, drafts, strict=True):
-            whole, known = self.tokens[sequence], sequence.token_ids
-            if over[sequence]:
-                assert sequence.finish_reason == over[sequence] and sequence not in ended
-                assert known == whole[: len(known)] and len(known) <= end
-            elif tokens[-1].is_nan:
-                assert known == whole[:end] and sequence.finish_reason == "error" and sequence in ended
-            else:
-                ids = [token.token for token in tokens]
-                if STOP in ids:
-                    del ids[ids.index(STOP) + 1 :]
-                stopped, full = ids[-1] == STOP, len(known) == sequence.max_tokens
-                assert known == whole[: end + len(ids)] and known[-len(ids) :] == ids
-                assert sequence.finish_reason == ("stop" if stopped else "length" if full else None)
-                assert (sequence in ended) == (stopped or full)
-                if draft and sequence.is_running:
-                    self._check_taken_back(sequence)
+            self._check_committed(sequence, tokens, over[sequence], end, draft)
+        for row in plan.rows.other.values():
+            if row.purpose is RowPurpose.SEARCH:
+                tokens = self.searched.pop(row.sequence)
+                if row.sequence.finish_reason is None:
+                    assert row.sequence.is_parked and row.sequence.token_ids == self.tokens[row.sequence][:-1]
+                    self.deferred[row.sequence] = tokens
+        self._check_ended(
+            [
+                part.sequence
+                for part in plan.scheduled
+                if over[part.sequence] is None and part.sequence.finish_reason is not None
+            ]
+        )
+
+    def _check_committed(
+        self,
+        sequence: TokenSequence,
+        tokens: Sequence[SampledToken],
+        over: str | None,
+        end: int,
+        draft_tokens: Sequence[int],
+    ) -> None:
+        """Checks a sequence that has just got tokens.
+
+        Args:
+            over: its finish_reason before.
+            end: number of its tokens before.
+        """
+        whole, known = self.tokens[sequence], sequence.token_ids
+        if over:
+            assert sequence.finish_reason == over and known == whole[: len(known)] and len(known) <= end
+        elif tokens[-1].is_nan:
+            assert known == whole[:end] and sequence.finish_reason == "error"
+        else:
+            ids = [token.token for token in tokens]
+            if STOP in ids:
+                del ids[ids.index(STOP) + 1 :]
+            full = len(known) == sequence.max_tokens
+            assert known == whole[: end + len(ids)] and known[-len(ids) :] == ids
+            assert sequence.finish_reason == ("stop" if ids[-1] == STOP else "length" if full else None)
+            if draft_tokens and sequence.is_running:
+                self._check_taken_back(sequence)
+
+    def _check_ended(self, ended: Sequence[TokenSequence]) -> None:
+        """Checks the sequences that a commit has ended, and the blocks of all others."""
         for sequence in ended:
-            assert sequence.finish_reason is not None and not sequence.cache.held
+            assert not sequence.cache.held
             if sequence.request is None and sequence.finish_reason == "length":
                 positions = range(len(sequence.token_ids))
                 assert self.rows[sequence] == set(positions if sequence.state.needs_prompt_logits else positions[-1:])
@@ -287,8 +363,9 @@ class Watch:
         assert all(part.num_tokens > 0 for part in plan.scheduled)
         ends = [part.end for part in plan.scheduled]
         draft_tokens = [len(part.sequence.state.draft_tokens) for part in plan.scheduled]
+        sampled = {*plan.rows.sequences, *(row.sequence for row in plan.rows.rows if row.purpose is RowPurpose.SEARCH)}
         lengths = [  # before it
-            part.sequence.state.num_tokens - (1 + count) * (part.sequence in plan.rows.sequences)
+            part.sequence.state.num_tokens - (1 + count) * (part.sequence in sampled)
             for part, count in zip(plan.scheduled, draft_tokens, strict=True)
         ]
         decoding = [

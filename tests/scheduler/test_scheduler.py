@@ -63,9 +63,15 @@ MIXTURES: tuple[tuple[CacheGroup, ...], ...] = (
 
 
 class Traffic:
-    """Random sequences: some that begin alike, siblings, texts to be scored, salts, NaN; some are aborted."""
+    """Random sequences: some that begin alike, siblings, texts to be scored, salts, NaN; some are aborted.
 
-    def __init__(self, seed: int, ahead: int) -> None:
+    Args:
+        seed: chooses limits, caches and sequences.
+        ahead: as in Watch.
+        defers: there are also beams, and sequences whose tokens are late.
+    """
+
+    def __init__(self, seed: int, ahead: int, *, defers: bool = False) -> None:
         self.random = random = np.random.default_rng(seed)
         groups = MIXTURES[random.integers(len(MIXTURES))]
         sequences = int(random.integers(1, 6))
@@ -83,6 +89,7 @@ class Traffic:
         self.watch = Watch(groups, limits, blocks, prefix_caching=caching, chunk=chunk, ahead=ahead)
         self.watch.draw = self.draw
         self.drafting = bool(random.integers(2))
+        self.watch.defers = defers
         self.beginnings = random.integers(0, VOCAB - 1, (3, LONGEST)).tolist()
 
     def arrive(self) -> None:
@@ -94,6 +101,9 @@ class Traffic:
         kind = random.random()
         if kind < 0.2:
             self.watch.add(sequence_of(prompt, drawing=False, needs_prompt_logits=kind < 0.1))
+            return
+        if self.watch.defers and kind > 0.7:
+            self.watch.add(sequence_of(prompt, int(random.integers(length, LONGEST + 1)), salt=salt, is_beam=True))
             return
         scored = bool(random.random() < 0.2)
         first = sequence_of(prompt, int(random.integers(length, LONGEST + 1)), needs_prompt_logits=scored, salt=salt)
@@ -114,7 +124,8 @@ class Traffic:
         """Tokens that may come next, right ones mostly."""
         for sequence in self.watch.alive:
             decodes = sequence.is_running and sequence.state.num_computed_tokens == len(sequence.token_ids) - 1
-            ready = decodes and sequence.request is not None and not sequence.state.needs_prompt_logits
+            samples = sequence.request is not None and not sequence.is_beam
+            ready = decodes and samples and not sequence.state.needs_prompt_logits
             if ready and not sequence.num_in_flight_tokens and self.random.random() < 0.3:
                 tokens = list(sequence.token_ids)
                 for _ in range(int(self.random.integers(1, 6))):
@@ -127,20 +138,36 @@ class Traffic:
             alive = list(self.watch.alive)
             self.watch.finish(alive[self.random.integers(len(alive))])
 
+    def resume(self, share: float) -> None:
+        """Resumes this share of the deferred sequences; some beams branch before."""
+        for sequence in list(self.watch.deferred):
+            if self.random.random() < share:
+                parked = sequence.is_beam and sequence.finish_reason is None
+                if parked and len(self.watch.alive) < 12 and self.random.random() < 0.5:
+                    self.watch.fork(sequence)
+                self.watch.resume(sequence)
+
     def step(self) -> None:
         self.abort()
+        self.resume(0.5)
         while len(self.watch.alive) < 20 and self.random.random() < 0.4:
             self.arrive()
         if self.drafting:
             self.propose()
-        late = 0 if self.watch.schedule() is None or self.random.random() < 0.1 else self.watch.ahead
+        plan = self.watch.schedule()
+        if plan is not None and self.watch.defers:
+            self.watch.defer([one for one in plan.rows.sequences if self.random.random() < 0.3])
+        late = 0 if plan is None or self.random.random() < 0.1 else self.watch.ahead
         while len(self.watch.under_way) > late:
             self.abort()  # while the step is computed
             self.watch.commit()
 
     def end(self) -> None:
-        while self.watch.alive or self.watch.under_way:
-            self.watch.step()
+        for _ in range(3_000):
+            if self.watch.alive or self.watch.under_way:
+                self.watch.step()
+                self.resume(1)
+        assert not self.watch.alive, "some sequences never end"
         assert self.watch.all_back(), "a block leaked"
 
 
@@ -171,6 +198,26 @@ def check_traffic(num_steps: int, ahead: int) -> None:
         seed += 1
     counts = (preemptions, cached, shared, 5 * wasted, drafted - right, right, 2 * again, states)
     assert min(counts) > 40, counts
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_beams_and_late_tokens(ahead: int) -> None:
+    """tests/long takes more of them."""
+    check_deferring_traffic(range(3), ahead)
+
+
+def check_deferring_traffic(seeds: Sequence[int], ahead: int) -> None:
+    """Deferred sequences keep their blocks, are preempted and resumed, and branch, and everything else goes on."""
+    preemptions = deferred = forked = 0
+    for seed in seeds:
+        traffic = Traffic(seed, ahead, defers=True)
+        for _ in range(300):
+            traffic.step()
+        traffic.end()
+        preemptions += traffic.watch.scheduler.num_preemptions
+        deferred += traffic.watch.num_deferred
+        forked += traffic.watch.num_forked
+    assert min(preemptions, deferred, forked) > 40, (preemptions, deferred, forked)
 
 
 def test_decodes_are_in_every_step_and_prompts_take_the_rest() -> None:
