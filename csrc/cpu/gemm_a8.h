@@ -432,6 +432,14 @@ class GemmA8 {
     }
   }
 
+  // The next bytes that a tile reads and writes.
+  struct Cursor {
+    const std::byte* four;   // of x
+    const std::byte* from;   // of weights in memory, of the first block
+    std::byte* line;         // of weights in L1, of all blocks
+    const std::byte* ahead;  // to prefetch
+  };
+
   // Tokens [first, first + M) of the panel, [k, k_end) of K: some runs, or a piece of the only one. A `fresh`
   // tile reads weights from memory, and leaves them to the others. As much of a block is prefetched from
   // `ahead` on.
@@ -440,13 +448,11 @@ class GemmA8 {
             const std::byte* ahead) const {
     float* const all = panel.sums + first * blocks.count * 16;  // (count, M, 16)
     float* const waiting = all + blocks.at * M * 16;            // (N, M, 16)
-    const int64_t block = blocks.begin();
-    auto* cut = reinterpret_cast<int32_t*>(waiting);
+    auto* const cut = reinterpret_cast<int32_t*>(waiting);
     const auto at = [](int m, int n) { return (n * M + m) * 16; };
-    const std::byte* four = x_at(panel, first, M, k);
-    const std::byte* from = g_.block(block) + k / kLineK * 64;
-    std::byte* line = panel.weights;
+    const int64_t block = blocks.begin();
     const bool whole = g_.groups > 1;
+    Cursor cursor{x_at(panel, first, M, k), g_.block(block) + k / kLineK * 64, panel.weights, ahead};
     F sums[M][N];
     each<M, N>([&](int m, int n) { sums[m][n] = whole && k > 0 ? S::load(waiting + at(m, n)) : S::zero(); });
     int64_t g = k / g_.group;
@@ -458,36 +464,7 @@ class GemmA8 {
       } else {
         each<M, N>([&](int m, int n) { acc[m][n] = S::load_i(cut + at(m, n)); });
       }
-      const int64_t run_k = depth(begin_k, k_end);
-      constexpr int lines = fresh ? kLines : 1;  // of a block at once
-      const auto step = [&](auto& dots_of) __attribute__((always_inline)) {
-        S::prefetch_l2(ahead);
-        Line w[N][lines];
-        ENGINEWRIGHT_UNROLL
-        for (int n = 0; n < N; ++n) {
-          if constexpr (fresh) {
-            Codes::load(from + n * g_.block_bytes, w[n]);
-            ENGINEWRIGHT_UNROLL
-            for (int i = 0; i < lines; ++i) S::store_line(line + (i * N + n) * 64, w[n][i]);
-          } else {
-            w[n][0] = S::load_line(line + n * 64);
-          }
-        }
-        from += 64;
-        ENGINEWRIGHT_UNROLL
-        for (int i = 0; i < lines; ++i) dots<kPairs>(four + i * fours(M), w, i, dots_of);
-        line += lines * N * 64;
-        four += lines * fours(M);
-        ahead += lines * 64 / kLines;
-      };
-      if constexpr (kPairs) {
-        sum_in_pairs<lines>(run_k / 4, acc, step);
-      } else {
-        const std::byte* end = line + run_k * N * 16;
-        // By itself GCC moves sums from register to register in every pass.
-        ENGINEWRIGHT_UNROLL_TWICE
-        while (line < end) step(acc);
-      }
+      sum_run<M, N, fresh>(depth(begin_k, k_end), cursor, acc);
       if (!whole && k_end < k_end_) {
         each<M, N>([&](int m, int n) { S::store_i(cut + at(m, n), acc[m][n]); });
         return;
@@ -497,6 +474,40 @@ class GemmA8 {
     each<M, N>([&](int m, int n) { S::store(waiting + at(m, n), sums[m][n]); });
     if (k_end == k_end_ && blocks.at + N == blocks.count) {
       finish_.blocks(panel.row + first, M, blocks.first, blocks.count, all, M * 16);
+    }
+  }
+
+  // acc += the dots of the next `depth` of K of a tile, with which the cursor moves on.
+  template <int M, int N, bool fresh>
+  ENGINEWRIGHT_INLINE void sum_run(int64_t depth, Cursor& cursor, I (&acc)[M][N]) const {
+    constexpr int lines = fresh ? kLines : 1;  // of a block at once
+    const auto step = [&](auto& dots_of) __attribute__((always_inline)) {
+      S::prefetch_l2(cursor.ahead);
+      Line w[N][lines];
+      ENGINEWRIGHT_UNROLL
+      for (int n = 0; n < N; ++n) {
+        if constexpr (fresh) {
+          Codes::load(cursor.from + n * g_.block_bytes, w[n]);
+          ENGINEWRIGHT_UNROLL
+          for (int i = 0; i < lines; ++i) S::store_line(cursor.line + (i * N + n) * 64, w[n][i]);
+        } else {
+          w[n][0] = S::load_line(cursor.line + n * 64);
+        }
+      }
+      ENGINEWRIGHT_UNROLL
+      for (int i = 0; i < lines; ++i) dots<kPairs>(cursor.four + i * fours(M), w, i, dots_of);
+      cursor.from += 64;
+      cursor.line += lines * N * 64;
+      cursor.four += lines * fours(M);
+      cursor.ahead += lines * 64 / kLines;
+    };
+    if constexpr (kPairs) {
+      sum_in_pairs<lines>(depth / 4, acc, step);
+    } else {
+      const std::byte* end = cursor.line + depth * N * 16;
+      // By itself GCC moves sums from register to register in every pass.
+      ENGINEWRIGHT_UNROLL_TWICE
+      while (cursor.line < end) step(acc);
     }
   }
 
