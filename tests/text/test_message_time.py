@@ -32,9 +32,10 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     counted, find, loads, dumps = Work(), Marks.find, json.loads, json.dumps
     methods = {name: getattr(MessageSource, name) for name in ("feed", "take_back", "keep", "starts_with")}
 
-    def counting_find(marks: Marks, text: str, start: int, *, is_end: bool) -> tuple[int, str]:
-        end, mark = find(marks, text, start, is_end=is_end)
-        searched = len(text) if not mark else end + len(mark)  # a search that finds nothing goes to the end
+    def counting_find(marks: Marks, text: str, start: int, *, max_chars: int | None = None, **more: Any) -> Any:
+        end, mark = find(marks, text, start, max_chars=max_chars, **more)
+        # A search that finds nothing goes to the end.
+        searched = end + len(mark) if mark or max_chars is not None else len(text)
         counted.num_chars += searched - start + marks._longest
         return end, mark
 
@@ -83,7 +84,12 @@ def name_of(value: object) -> str:
 
 @pytest.mark.parametrize(("calls", "size"), SOME_PIECES, ids=name_of)
 def test_work_is_linear(calls: CallFormat, size: int, work: Work) -> None:
-    pairs = zip(hostile_messages(calls, SHORT), hostile_messages(calls, LONG), strict=True)
+    check_work_is_linear(calls, SHORT, LONG, size, work)
+
+
+def check_work_is_linear(calls: CallFormat, num_short: int, num_long: int, size: int, work: Work) -> None:
+    """Compares the work for hostile messages of two lengths, in characters, given in pieces of `size` characters."""
+    pairs = zip(hostile_messages(calls, num_short), hostile_messages(calls, num_long), strict=True)
     for (name, short), (_, long) in pairs:
         feed(calls, short, size)
         least = work.reset()

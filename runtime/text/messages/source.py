@@ -30,23 +30,25 @@ class Marks:
         self._begun = re.compile(f"(?:{'|'.join(map(_prefixes, longest_first))})\\Z" if texts else _NOTHING)
         self._longest = max(map(len, texts), default=1)
 
-    def find(self, text: str, start: int, *, is_end: bool) -> tuple[int, str]:
+    def find(self, text: str, start: int, *, is_end: bool, max_chars: int | None = None) -> tuple[int, str]:
         """Searches a text.
 
         Args:
             text: the text.
             start: the index to start at.
             is_end: whether nothing follows the text.
+            max_chars: the maximum number of characters before a mark that matters; others are not searched for.
 
         Returns:
             The end of the part that cannot belong to a mark, and the mark there; "" if none is complete.
         """
-        found = self._whole.search(text, start)
-        end = len(text) if found is None else found.start()
-        tail = max(start, len(text) - self._longest + 1)
+        stop = len(text) if max_chars is None else min(len(text), start + max_chars + self._longest)
+        found = self._whole.search(text, start, stop)
+        end = stop if found is None else found.start()
+        tail = max(start, stop - self._longest + 1)
         if end < tail or (found is not None and is_end):
             return end, "" if found is None else found[0]
-        begun = self._begun.search(text, tail)  # the prefix of a mark that would begin earlier or be longer
+        begun = self._begun.search(text, tail, stop)  # the prefix of a mark that would begin earlier or be longer
         if begun is not None and begun.start() <= end:
             return begun.start(), ""
         return end, "" if found is None else found[0]
@@ -180,7 +182,7 @@ class MessageSource:
         """
         wanted, left = marks_of(*marks), max_chars
         while True:
-            end, mark = wanted.find(self._text, self._place, is_end=self.is_ended)
+            end, mark = wanted.find(self._text, self._place, is_end=self.is_ended, max_chars=left)
             is_too_long = left is not None and end - self._place > left
             if left is not None:
                 end = min(end, self._place + left)
