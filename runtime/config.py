@@ -7,9 +7,13 @@ from enginewright.errors import UsageError, shorten
 from enginewright.manifest import NGRAM, ROLES
 from enginewright.runtime.count import format_bytes
 
-TEXTS = ("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic", "kv_cache_dir")
+TEXTS = (
+    *("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic", "kv_cache_dir"),
+    *("kv_role", "kv_listen", "kv_secret_file"),
+)
 BYTES = ("kv_cache_memory", "kv_cache_disk", "grammar_memory")
 FLAGS = ("enable_prefix_caching", "mmap")  # limits that are True or False
+KV_ROLES = ("prefill", "decode", "both")
 SPECULATE = ("off", NGRAM, *ROLES)
 MIN_GRAMMAR_MEMORY = 64 << 20  # bytes; one grammar usually takes 4 MiB, and may take a sixteenth of the memory
 MAX_DRAFT_TOKENS = 32  # maximum number of draft tokens of a sequence in a step
@@ -48,6 +52,10 @@ class RuntimeConfig:
     kv_events_topic: str = ""  # prefix of each message
     kv_cache_disk: int | None = None  # bytes of files that keep blocks of the prefix cache
     kv_cache_dir: str | None = None  # folder of these files; None is one in the user's cache folder
+    # Part of the work where prefill and decode are apart, one of KV_ROLES; None is both parts of each answer.
+    kv_role: str | None = None
+    kv_listen: str | None = None  # HOST:PORT where other servers fetch prompts; None is a free port of 127.0.0.1
+    kv_secret_file: str | None = None  # file of the secret that all of these servers know
     grammar_memory: int = 256 << 20  # bytes of compiled grammars for structured outputs, at least MIN_GRAMMAR_MEMORY
 
     def __post_init__(self) -> None:
@@ -66,6 +74,31 @@ class RuntimeConfig:
             raise UsageError(f"grammar_memory is {format_bytes(self.grammar_memory)}", why)
         if self.kv_cache_disk is None and self.kv_cache_dir is not None:
             raise UsageError("kv_cache_dir needs kv_cache_disk", "nothing is kept on disk without it")
+        self._check_kv_role()
+
+    def _check_kv_role(self) -> None:
+        if self.kv_role is None:
+            if self.kv_listen is not None or self.kv_secret_file is not None:
+                raise UsageError("kv_listen and kv_secret_file need kv_role", "no KV blocks move without it")
+            return
+        if self.kv_role not in KV_ROLES:
+            raise UsageError(f"kv_role is {shorten(self.kv_role)}", f"it must be one of {', '.join(KV_ROLES)}")
+        if self.kv_secret_file is None:
+            raise UsageError(
+                "kv_role needs kv_secret_file",
+                "KV blocks move only between servers that know one secret",
+                "Make one: openssl rand -hex 32 > FILE, and copy it to each server.",
+            )
+        if self.kv_listen is None:
+            return
+        if self.kv_role == "decode":
+            raise UsageError("kv_listen is for servers that prefill", "this one only fetches")
+        host, _, port = self.kv_listen.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise UsageError(f"kv_listen is {shorten(self.kv_listen)}", "it must be HOST:PORT")
+        if host in ("0.0.0.0", "::", "[::]"):
+            fix = "Give the address by which the servers that decode reach this one."
+            raise UsageError(f"kv_listen is {self.kv_listen}", "other servers cannot reach this address", fix)
 
     @property
     def max_draft_tokens(self) -> int:

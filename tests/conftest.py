@@ -183,8 +183,8 @@ def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes reading from disk pay on any machine, although tiny models are computed faster than their KV is read."""
     from enginewright.runtime.scheduler import scheduler, stored
 
-    def patient(cache: Any, prefixes: Any, store: Any, memory: Any, seconds: Any) -> stored.StoredPrefixes:
-        return stored.StoredPrefixes(cache, prefixes, store, memory, lambda *_: None)
+    def patient(cache: Any, prefixes: Any, store: Any, writer: Any, seconds: Any) -> stored.StoredPrefixes:
+        return stored.StoredPrefixes(cache, prefixes, store, writer, lambda *_: None)
 
     monkeypatch.setattr(scheduler, "StoredPrefixes", patient)
     monkeypatch.setattr(stored, "LONGEST_S", 60.0)

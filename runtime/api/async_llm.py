@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -15,6 +15,7 @@ from enginewright.runtime.api.collector import Collector
 from enginewright.runtime.api.embeddings import Vector, not_finite
 from enginewright.runtime.api.engine_thread import EngineThread, close_all
 from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
+from enginewright.runtime.cache.disk import ReadEntries
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
 from enginewright.runtime.core.engine_core import EngineCore
@@ -188,6 +189,7 @@ class AsyncLLM:
         cache_salt: str = "",
         work: WorkClass = DEFAULT_WORK,
         structure: Structure | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> "AsyncRequest":
         """Prepares a request for `start`: encodes its prompt, and compiles its grammar, in other threads.
 
@@ -197,6 +199,8 @@ class AsyncLLM:
             cache_salt: prompts with different salts share no cache blocks.
             work: priority and tenant.
             structure: gives the structure of the answers from the prompt's token ids; None leaves it to params.
+            kv_transfer_params: vLLM's: leases the prompt's KV blocks to another server (`do_remote_decode`), or fetches
+                them from one (`do_remote_prefill`). If that fails, the prompt is computed.
 
         Raises:
             UsageError: prompt or parameters are not valid.
@@ -208,7 +212,22 @@ class AsyncLLM:
             assert isinstance(self._core, EngineCore), "engines of other kinds are refused in _encode_for"
             await asyncio.wrap_future(self._core.compile(params.structured_outputs))
             grammars = self._core.walks(params)
-        return await self.in_tokenizer(partial(self._prepare, token_ids, params, cache_salt, work, grammars))
+        transfer = kv_transfer_params or {}
+        fetched = None
+        if transfer.get("do_remote_prefill"):
+            fetched = await asyncio.wrap_future(self._fetch(token_ids, cache_salt, transfer))
+        leases = bool(transfer.get("do_remote_decode"))
+        return await self.in_tokenizer(
+            partial(self._prepare, token_ids, params, cache_salt, work, grammars, fetched, leases_prompt=leases)
+        )
+
+    def _fetch(self, token_ids: list[int], cache_salt: str, params: dict[str, Any]) -> "Future[ReadEntries]":
+        """Begins to fetch the KV blocks of a prompt from another server."""
+        assert isinstance(self._core, EngineCore), "engines of other kinds are refused in _encode_for"
+        transfer = self._core.transfer
+        if transfer is None or not transfer.fetches_prompts:
+            raise UsageError("kv_transfer_params name blocks to fetch", "this server's --kv-role is not decode or both")
+        return transfer.fetch(token_ids, cache_salt, params)
 
     def _encode_for(
         self, prompt: Prompt, params: SamplingParams, structure: Structure | None
@@ -227,9 +246,15 @@ class AsyncLLM:
         cache_salt: str,
         work: WorkClass,
         grammars: Sequence[Grammar] = (),
+        fetched: ReadEntries | None = None,
+        *,
+        leases_prompt: bool = False,
     ) -> "AsyncRequest":
         buffer = _DeltaBuffer()
-        request = self._core.request(token_ids, params, buffer.put, cache_salt, grammars, work)
+        assert isinstance(self._core, EngineCore), "engines of other kinds are refused in _encode_for"
+        request = self._core.request(
+            token_ids, params, buffer.put, cache_salt, grammars, work, fetched=fetched, leases_prompt=leases_prompt
+        )
         return AsyncRequest(token_ids, request, buffer, self._thread.abort)
 
     def start(self, prepared: "AsyncRequest") -> None:

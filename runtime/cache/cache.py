@@ -93,6 +93,25 @@ class Cache:
         found = [(group, key) for group, key in read if key not in self._kinds[group].pool]
         return sorted(found, key=lambda entry: places[entry[1]])
 
+    def entries(self, keys: Sequence[bytes]) -> list[tuple[int, bytes, int]]:
+        """Lists what a sequence with this prefix, which is in memory, reads.
+
+        Args:
+            keys: of the prefix's blocks.
+
+        Returns:
+            A group, a key and a place of each entry.
+        """
+        return [
+            (group, key, kind.pool.place_of(key))
+            for group, kind in enumerate(self._kinds)
+            for key in kind.begins_with(keys)
+        ]
+
+    def has(self, group: int, key: bytes) -> bool:
+        """True if content with this key can be found in a group. It may be called in any thread."""
+        return key in self._kinds[group].pool
+
     def restore(self, keys: Sequence[bytes], write: Callable[[int, bytes, int], None]) -> None:
         """Brings into memory all that a sequence with this prefix reads. The caller has checked that it fits.
 

@@ -15,12 +15,14 @@ from functools import partial
 import msgspec
 
 from enginewright.errors import UsageError
+from enginewright.runtime.cache.disk import ReadEntries
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.beam_scorer import BeamScorer
 from enginewright.runtime.core.beam_search import BeamSearch
 from enginewright.runtime.core.completion import Completion
 from enginewright.runtime.core.deferred_rows import DeferredRows
 from enginewright.runtime.core.drafting import Drafting
+from enginewright.runtime.core.kv_transfer import KvTransfer
 from enginewright.runtime.core.prompts import check_prompt
 from enginewright.runtime.core.request import OutputSink, Request
 from enginewright.runtime.core.request_kinds import BestOf, LiveSequences, Outputs, Plain, RequestKind
@@ -95,7 +97,11 @@ class EngineCore:
         self._speculator = open_speculator(engine, config, self.executor)
         self._drafting = Drafting(self._scheduler, self._sampler, self._speculator, limits.sequences)
         self._deferred = DeferredRows(self._scheduler, engine.plan.vocab_size)
-        self._live = LiveSequences(self._scheduler, self._speculator)
+        if config.kv_cache_disk is not None or config.kv_role is not None:
+            self._scheduler.use_memory(self.executor.place_memory)
+        # Moves prompts between servers; None where each server computes its own.
+        self.transfer = KvTransfer(engine, config, self.executor, self._scheduler) if config.kv_role else None
+        self._live = LiveSequences(self._scheduler, self._speculator, self.transfer)
         self._in_flight: deque[StepInFlight] = deque()
         self._counts = StepCounts(self._scheduler, self.executor.memory_plan)
         self._num_generated = 0  # tokens since the start
@@ -121,6 +127,8 @@ class EngineCore:
             self._kv_events.close()
         if self._disk is not None:
             self._disk.close()
+        if self.transfer is not None:
+            self.transfer.close()
         self.executor.close()
 
     @property
@@ -138,8 +146,13 @@ class EngineCore:
         speculation = None if self._speculator is None else self._speculator.stats()
         disk = None if self._disk is None else DiskStats(self._disk.num_bytes, self._disk.num_failures)
         grammars = self._grammars.stats()
+        transfer = None if self.transfer is None else self.transfer.stats()
         return self._counts.stats(
-            generated_tokens=self._num_generated, speculation=speculation, disk=disk, grammars=grammars
+            generated_tokens=self._num_generated,
+            speculation=speculation,
+            disk=disk,
+            grammars=grammars,
+            transfer=transfer,
         )
 
     def compile(self, wanted: StructuredOutputsParams) -> "Future[None]":
@@ -166,6 +179,9 @@ class EngineCore:
         cache_salt: str = "",
         grammars: Sequence[Grammar | None] = (),
         work: WorkClass = DEFAULT_WORK,
+        *,
+        fetched: ReadEntries | None = None,
+        leases_prompt: bool = False,
     ) -> Request:
         """Creates a request that can be added.
 
@@ -177,18 +193,22 @@ class EngineCore:
             grammars: a grammar for each of its completions, from `walks`; empty: the grammar of
                 params.structured_outputs, if any, is compiled here.
             work: priority and tenant of the request.
+            fetched: blocks of its prompt that another server has computed.
+            leases_prompt: true if its prompt is leased to another server when its only completion has ended.
 
         Raises:
             UsageError: the prompt or the parameters are not possible with this engine.
             EngineError: the engine's tokenizer cannot be used for structured outputs.
         """
         params = params.clone()  # the caller may change them later
+        if leases_prompt:
+            _check_lease(params, self.transfer)
         vocab_size, ends = self.engine.plan.vocab_size, () if params.ignore_eos else self._eos_token_ids
         check_prompt(prompt, vocab_size, self.max_model_len)
         max_total_tokens = self.max_model_len
         if params.max_tokens is not None:  # for 0 tokens, one is sampled and left out of the answer
             max_total_tokens = min(max_total_tokens, len(prompt) + max(params.max_tokens, 1))
-        request = Request(params, sink, len(prompt), time.perf_counter())
+        request = Request(params, sink, len(prompt), time.perf_counter(), leases_prompt=leases_prompt)
         rules = TokenRules(params, vocab_size, ends)
         if params.use_beam_search:
             scorer = self._beam_scorer(request, max_total_tokens)
@@ -229,6 +249,7 @@ class EngineCore:
             stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
             detokenizer = self._detokenizer(request, prompt)
             request.completions.append(Completion(params, index, sequence, detokenizer, stops))
+        request.completions[0].sequence.cache.fetched = fetched
         return request
 
     def _detokenizer(self, request: Request, prompt: Sequence[int]) -> Detokenizer:
@@ -398,3 +419,11 @@ class EngineCore:
                 case RowPurpose.VERIFY:
                     tokens.append(token)
         return tokens
+
+
+def _check_lease(params: SamplingParams, transfer: KvTransfer | None) -> None:
+    """Raises UsageError if the prompt of a request cannot be leased to another server."""
+    if transfer is None or not transfer.leases_prompts:
+        raise UsageError("kv_transfer_params ask for a lease", "this server's --kv-role is not prefill or both")
+    if params.num_candidates > 1 or params.use_beam_search:
+        raise UsageError("kv_transfer_params lease the prompt of one answer", "n is more than 1, or beams are searched")

@@ -25,6 +25,8 @@ class Request:
     num_prompt_tokens: int  # number of tokens of the prompt
     arrived_at: float  # time of arrival by time.perf_counter, in seconds
     completions: list[Completion] = field(default_factory=list)  # for a beam search, the completion of its first beam
+    leases_prompt: bool = False  # true if its prompt is leased to another server when its only completion has ended
+    kv_transfer_params: dict[str, object] | None = None  # parameters with which that server fetches it
     finished: bool = False  # true once no more deltas follow
     first_token_s: float | None = None  # seconds from its arrival to its first token; None: not yet
     total_s: float | None = None  # seconds from its arrival to its last token; None: not yet

@@ -4,6 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from enginewright.runtime.core.kv_transfer import KvTransfer
 from enginewright.runtime.core.outputs import Delta, merge
 from enginewright.runtime.core.request import Request
 from enginewright.runtime.sampling.sampler import SampledToken
@@ -30,8 +31,9 @@ def failed(count: int, reason: str, stop_reason: str | None = None) -> list[Delt
 class LiveSequences:
     """Begins and ends sequences in the scheduler, in their grammars and in the speculator."""
 
-    def __init__(self, scheduler: Scheduler, speculator: Speculator | None) -> None:
+    def __init__(self, scheduler: Scheduler, speculator: Speculator | None, transfer: KvTransfer | None = None) -> None:
         self.scheduler = scheduler
+        self._transfer = transfer
         self._speculator = speculator
         self.receivers: dict[TokenSequence, RequestKind] = {}  # its request, for each sequence that has not ended
         self.kinds: dict[Request, RequestKind] = {}  # for each request that has not ended
@@ -82,6 +84,10 @@ class LiveSequences:
             self.scheduler.finish(sequence, "abort")
             if sequence in self.receivers:
                 self.forget(sequence)
+
+    def lease(self, sequence: TokenSequence) -> dict[str, object] | None:
+        """Leases the prompt of a sequence that has ended to another server; returns how that fetches it."""
+        return None if self._transfer is None else self._transfer.hold(sequence)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drops what is kept for a sequence that has ended."""
@@ -190,6 +196,8 @@ class Plain(RequestKind):
             now: time.perf_counter, in seconds.
         """
         request = self.request
+        if request.leases_prompt and reason in ("stop", "length"):
+            request.kv_transfer_params = self._live.lease(sequence)
         self._live.finish(sequence, reason)
         if all(completion.finished for completion in request.completions):
             request.total_s = now - request.arrived_at

@@ -20,6 +20,17 @@ class DiskStats:
 
 
 @dataclass(frozen=True, slots=True)
+class KvTransferStats:
+    """Totals of the KV blocks that have moved since the start, and the present leases."""
+
+    num_sent_bytes: int = 0  # bytes of blocks that other servers have fetched
+    num_received_bytes: int = 0  # bytes of blocks that were fetched from other servers
+    num_failures: int = 0  # prompts whose blocks could not be fetched, and were computed
+    num_expired: int = 0  # leases that nobody has fetched
+    leased_bytes: int = 0  # bytes of blocks that wait to be fetched
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Statistics of an engine: its present state, and totals since the start."""
 
@@ -40,13 +51,15 @@ class Stats:
     computed_tokens: int = 0  # tokens that went through the model, again after a preemption
     prompt_tokens: int = 0  # prompt tokens of the admitted sequences, counted once for all answers to a prompt
     cached_prompt_tokens: int = 0  # number of these that were in the prefix cache
-    restored_tokens: int = 0  # tokens that were read from disk instead of computed, again after a preemption
+    # Tokens whose blocks were read from disk or fetched from another server, again after a preemption.
+    restored_tokens: int = 0
     generated_tokens: int = 0  # tokens of answers
     busy_s: float = 0.0  # seconds in which a step was under way
     speculation: SpeculationStats | None = None  # statistics of draft tokens; None: no speculative decoding
 
     # Statistics of parts of the engine.
     disk: DiskStats | None = None  # statistics of the prefix cache on disk; None: it is not kept on disk
+    transfer: KvTransferStats | None = None  # statistics of KV blocks that move between servers; None: none move
     grammars: GrammarStats = field(default_factory=GrammarStats)  # statistics of the grammars
 
     def after(self, before: "Stats") -> "Stats":
@@ -111,6 +124,7 @@ class StepCounts:
         speculation: SpeculationStats | None = None,
         disk: DiskStats | None = None,
         grammars: GrammarStats | None = None,
+        transfer: KvTransferStats | None = None,
     ) -> Stats:
         """Creates the statistics; the numbers may be one step apart from each other if another thread runs the steps.
 
@@ -119,6 +133,7 @@ class StepCounts:
             speculation: statistics of draft tokens.
             disk: statistics of the prefix cache on disk.
             grammars: statistics of the grammars.
+            transfer: statistics of KV blocks that move between servers.
         """
         scheduler = self._scheduler
         blocks = zip(scheduler.num_free_blocks, self._memory_plan.num_blocks, strict=True)
@@ -138,5 +153,6 @@ class StepCounts:
             busy_s=self._busy_s,
             speculation=speculation,
             disk=disk,
+            transfer=transfer,
             grammars=grammars or GrammarStats(),
         )

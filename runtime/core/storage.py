@@ -34,7 +34,7 @@ def open_kv_events(engine: Engine, config: RuntimeConfig, scheduler: Scheduler) 
     """
     if config.kv_events is None:
         return None
-    block_size = _shared_block_size("kv_events", config, scheduler)
+    block_size = shared_block_size("kv_events", config, scheduler)
     sender = KvEventSender(
         config.kv_events, config.kv_events_replay, config.kv_events_topic, engine.plan.caches, block_size
     )
@@ -68,17 +68,17 @@ def open_disk(
     """
     if config.kv_cache_disk is None:
         return None
-    _shared_block_size("kv_cache_disk", config, scheduler)
+    shared_block_size("kv_cache_disk", config, scheduler)
     memory = executor.place_memory
     folder = Path(config.kv_cache_dir) if config.kv_cache_dir else env.cache_folder() / "kv"
     identity = identity_of(engine.manifest.content_hash, executor.isa, engine.plan.caches)
     store = DiskStore(folder, identity, config.kv_cache_disk, [group.place_bytes for group in memory])
     assert step_cost is not None
-    scheduler.keep_on_disk(store, memory, partial(_prompt_s, step_cost, prompt_cost))
+    scheduler.keep_on_disk(store, partial(_prompt_s, step_cost, prompt_cost))
     return store
 
 
-def _shared_block_size(option: str, config: RuntimeConfig, scheduler: Scheduler) -> int:
+def shared_block_size(option: str, config: RuntimeConfig, scheduler: Scheduler) -> int:
     """Number of tokens of a block that sequences can share. Raises UsageError if they share no blocks."""
     if scheduler.shared_block_size is None:
         why = "sequences of this engine share no blocks" if config.enable_prefix_caching else "nothing is kept"

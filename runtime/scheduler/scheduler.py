@@ -16,7 +16,7 @@ from time import perf_counter
 
 from enginewright.plan import CacheGroup, StepSizes
 from enginewright.runtime.cache.cache import Cache
-from enginewright.runtime.cache.disk import DiskStore
+from enginewright.runtime.cache.disk import DiskStore, Entry
 from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.sampling.request import RowRequest, SamplingRequest
@@ -24,7 +24,7 @@ from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.scheduler.chunks import PromptChunks
 from enginewright.runtime.scheduler.decodes import RepeatedDecodes
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
-from enginewright.runtime.scheduler.stored import PlaceMemory, StoredPrefixes
+from enginewright.runtime.scheduler.stored import PlaceMemory, PrefixWriter, StoredPrefixes
 from enginewright.runtime.scheduler.waiting import WaitingSequences
 from enginewright.runtime.step.inputs import StepInputs
 from enginewright.runtime.step.packer import Packer
@@ -132,22 +132,47 @@ class Scheduler:
         """
         self._events = self._prefixes.watch(put)
 
-    def keep_on_disk(
-        self, store: DiskStore, memory: Sequence[PlaceMemory], seconds: Callable[[int, int], float | None]
-    ) -> None:
-        """Starts to keep the prefix cache on disk, and to read prefixes from there.
+    def use_memory(self, memory: Sequence[PlaceMemory]) -> None:
+        """Lets blocks be read from the prefix cache, and written into it.
+
+        Args:
+            memory: memory of each cache group.
+        """
+        self._waiting.writer = PrefixWriter(self._cache, self._prefixes, memory)
+
+    def read_prompt(self, sequence: TokenSequence) -> dict[Entry, Callable[[], bytes]]:
+        """Begins to read the shared blocks of a prompt, after the commit that has ended its sequence.
+
+        Args:
+            sequence: a sequence with one token after its prompt.
+
+        Returns:
+            For each block or snapshot, a function that waits for its content, to be called once in any thread.
+        """
+        writer, keys = self._waiting.writer, self._prefixes.keys_of(sequence)
+        assert writer is not None, "use_memory is called first"
+        entries = self._cache.entries(keys[: self._cache.num_shared(keys)])
+        return {(group, key): writer.memory[group].read(place) for group, key, place in entries}
+
+    def is_in_memory(self, entry: Entry) -> bool:
+        """True if a block or snapshot is in the prefix cache now. It may be called in any thread."""
+        return self._cache.has(*entry)
+
+    def keep_on_disk(self, store: DiskStore, seconds: Callable[[int, int], float | None]) -> None:
+        """Starts to keep the prefix cache on disk, and to read prefixes from there, after `use_memory`.
 
         Args:
             store: the blocks on disk.
-            memory: memory of each cache group.
             seconds: gives the seconds to compute the tokens from one position up to another; None: not known yet.
         """
-        self._waiting.stored = StoredPrefixes(self._cache, self._prefixes, store, memory, seconds)
+        writer = self._waiting.writer
+        assert writer is not None, "use_memory is called first"
+        self._waiting.stored = StoredPrefixes(self._cache, self._prefixes, store, writer, seconds)
 
     @property
     def num_restored_tokens(self) -> int:
-        """Number of tokens that were read from disk instead of computed, since the start."""
-        return 0 if self._waiting.stored is None else self._waiting.stored.num_tokens
+        """Number of tokens that were read from disk or another server instead of computed, since the start."""
+        return 0 if self._waiting.writer is None else self._waiting.writer.num_tokens
 
     def wait_for_disk(self, seconds: float) -> None:
         """Waits for the disk, at most this number of seconds. Called where there is nothing to compute meanwhile."""

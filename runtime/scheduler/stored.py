@@ -1,14 +1,14 @@
 """Shared prefixes on disk: saved as they are computed, and read while a sequence with such a prefix waits."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
 from enginewright.runtime.cache.cache import Cache
-from enginewright.runtime.cache.disk import DiskStore, ReadEntries
+from enginewright.runtime.cache.disk import DiskStore, Entry, ReadEntries
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.step.sequence import TokenSequence
@@ -44,6 +44,57 @@ class PlaceMemory(Protocol):
         ...
 
 
+class PrefixWriter:
+    """Writes blocks that were read from elsewhere into the KV cache, where sequences find them.
+
+    Args:
+        cache: the KV cache.
+        prefixes: keys of the sequences.
+        memory: memory of each cache group.
+    """
+
+    def __init__(self, cache: Cache, prefixes: SharedPrefixes, memory: Sequence[PlaceMemory]) -> None:
+        self._cache, self._prefixes, self.memory = cache, prefixes, memory
+        self.num_tokens = 0  # number of tokens whose blocks were written, since the start
+
+    def write(
+        self,
+        sequence: TokenSequence,
+        keys: Sequence[bytes],
+        contents: Mapping[Entry, bytes | memoryview],
+        copies: Sequence[Copies],
+    ) -> Sequence[bytes]:
+        """Writes the blocks of a sequence's prefix into the cache, which has free blocks for them.
+
+        Args:
+            sequence: the sequence that is admitted next.
+            keys: keys of its blocks that are in memory already.
+            contents: content of blocks and snapshots.
+            copies: copies to make before the next step, by cache group. They are made now, since their sources may be
+                overwritten.
+
+        Returns:
+            Keys of all blocks of its prefix that are in memory now.
+        """
+        wanted = self._prefixes.keys_of(sequence)
+        there = [{key for group, key in contents if group == one} for one in range(len(self.memory))]
+        found = wanted[: self._cache.num_shared(wanted, there)]
+        if len(found) <= len(keys):
+            return keys
+        for memory, pending in zip(self.memory, copies, strict=True):
+            if pending:
+                memory.copy(pending)
+                pending.clear()
+
+        def write(group: int, key: bytes, place: int) -> None:
+            self.memory[group].write(place, contents[group, key])
+
+        self._cache.restore(found, write)
+        self._prefixes.restored(sequence, found)
+        self.num_tokens += (len(found) - len(keys)) * (self._cache.block_size or 0)
+        return found
+
+
 class StoredPrefixes:
     """Reads blocks of the sequence that is admitted next from disk, if that takes less time than computing them.
 
@@ -53,7 +104,7 @@ class StoredPrefixes:
         cache: the KV cache.
         prefixes: keys of the sequences.
         store: the blocks on disk.
-        memory: memory of each cache group.
+        writer: writes blocks into the cache.
         seconds: gives the seconds to compute the tokens from one position up to another; None: not known yet.
     """
 
@@ -62,17 +113,16 @@ class StoredPrefixes:
         cache: Cache,
         prefixes: SharedPrefixes,
         store: DiskStore,
-        memory: Sequence[PlaceMemory],
+        writer: PrefixWriter,
         seconds: Callable[[int, int], float | None],
     ) -> None:
-        self._cache, self._prefixes, self._store, self._memory, self._seconds = cache, prefixes, store, memory, seconds
+        self._cache, self._prefixes, self._store, self._writer, self._seconds = cache, prefixes, store, writer, seconds
         self._sequence: TokenSequence | None = None  # sequence that is_read was last called with
         self._reading: Future[ReadEntries] | None = None  # the read for it; None: there is nothing to read
         self._num_bytes = 0  # size of the read
         self._began = self._until = 0.0  # time.monotonic at which the read began, and at which to compute instead
         self._s_per_byte = FIRST_S_PER_BYTE
-        self.num_tokens = 0  # number of tokens that were read instead of computed
-        cache.save(partial(_save, store, memory))
+        cache.save(partial(_save, store, writer.memory))
 
     def is_read(self, sequence: TokenSequence, keys: Sequence[bytes]) -> bool:
         """Begins to read a sequence's blocks from disk, if it has any there that pay off.
@@ -108,8 +158,7 @@ class StoredPrefixes:
         Args:
             sequence: the sequence that is admitted next.
             keys: keys of its blocks that are in memory already.
-            copies: copies to make before the next step, by cache group. They are made now, since their sources may be
-                overwritten.
+            copies: copies to make before the next step, by cache group.
 
         Returns:
             Keys of all blocks of its prefix that are in memory now.
@@ -122,26 +171,11 @@ class StoredPrefixes:
             took = (time.monotonic() - self._began) / self._num_bytes
             self._s_per_byte = max(self._s_per_byte, LATE * took)
             return keys
-        read, wanted = reading.result(), self._prefixes.keys_of(sequence)
+        read = reading.result()
         if nbytes := sum(len(content) for content in read.contents.values()):
             self._s_per_byte += LEARNING * (read.seconds / nbytes - self._s_per_byte)
-        there = [{key for group, key in read.contents if group == one} for one in range(len(self._memory))]
-        found = wanted[: self._cache.num_shared(wanted, there)]
-        if len(found) <= len(keys):
-            return keys
-        for memory, pending in zip(self._memory, copies, strict=True):
-            if pending:
-                memory.copy(pending)
-                pending.clear()
-
-        def write(group: int, key: bytes, place: int) -> None:
-            self._memory[group].write(place, read.contents[group, key])
-
-        self._store.touch(self._cache.missing_blocks(found))
-        self._cache.restore(found, write)
-        self._prefixes.restored(sequence, found)
-        self.num_tokens += (len(found) - len(keys)) * (self._cache.block_size or 0)
-        return found
+        self._store.touch(list(read.contents))
+        return self._writer.write(sequence, keys, read.contents, copies)
 
     def _begin(self, sequence: TokenSequence, num_there: int) -> "Future[ReadEntries] | None":
         wanted = self._prefixes.keys_of(sequence)
@@ -150,7 +184,7 @@ class StoredPrefixes:
             return None
         absent, block_size = self._cache.missing_blocks(wanted[:found]), self._cache.block_size or 0
         seconds = self._seconds(num_there * block_size, found * block_size)
-        nbytes = sum(self._memory[group].place_bytes for group, _ in absent)
+        nbytes = sum(self._writer.memory[group].place_bytes for group, _ in absent)
         if seconds is not None and nbytes * self._s_per_byte > seconds:
             self._s_per_byte /= RETRY_SPEEDUP
             return None

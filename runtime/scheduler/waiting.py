@@ -9,7 +9,7 @@ from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.scheduler.shares import TenantShares
-from enginewright.runtime.scheduler.stored import StoredPrefixes
+from enginewright.runtime.scheduler.stored import PrefixWriter, StoredPrefixes
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.work_class import BEST_EFFORT, WorkClass
 
@@ -36,6 +36,7 @@ class WaitingSequences:
         self._priorities: Counter[int] = Counter()  # number of sequences that have not ended, by priority
         self._shares = TenantShares()
         self.stored: StoredPrefixes | None = None  # shared prefixes on disk
+        self.writer: PrefixWriter | None = None  # writes blocks from disk or another server; None: there are none
         self.no_room = False  # true if the next one lacks free blocks; reset when a sequence leaves or arrives
         self.num_prompt_tokens = 0  # prompt tokens of admitted sequences, without siblings
         self.num_cached_prompt_tokens = 0  # number of these that were in the prefix cache
@@ -145,7 +146,11 @@ class WaitingSequences:
         keys = self._prefixes.find(sequence)
         if keys is None:
             return None  # Another sequence is computing blocks that it can share in a few steps.
-        if self.stored is not None:
+        if sequence.cache.fetched is not None and self.writer is not None:
+            if self._cache.has_room(sequence.state.num_tokens, keys, num_running):
+                keys = self.writer.write(sequence, keys, sequence.cache.fetched.contents, copies)
+                sequence.cache.fetched = None
+        elif self.stored is not None:
             if not self.stored.is_read(sequence, keys):
                 return None  # Blocks that it can share are being read from disk.
             if self._cache.has_room(sequence.state.num_tokens, keys, num_running):

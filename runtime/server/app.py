@@ -278,7 +278,18 @@ class CompletionRoute(ABC):
                     log.request_id = id
                     salt = f"{scope['tenant']}{body.cache_salt or ''}"
                     parsers, structure = partial(body.parsers, tokenizer), partial(body.structure, tokenizer)
-                    generation = Generation(service, form, params, arrived, log, parsers, structure, work, body.timeout)
+                    generation = Generation(
+                        service,
+                        form,
+                        params,
+                        arrived,
+                        log,
+                        parsers,
+                        structure,
+                        work,
+                        body.timeout,
+                        body.kv_transfer_params,
+                    )
                     await generation.run(prompts, salt, bool(body.stream), receive, send)
         except ClientGone:
             log.is_gone = True

@@ -387,7 +387,10 @@ class ChatForm(ChoicesForm):
 
     def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Log-probabilities of the prompt, which is the same for all choices."""
-        return {"prompt_logprobs": self.prompt_logprobs(choices[0].prompt)} if self.include.prompt_logprobs else {}
+        keys = super()._response_keys(choices)
+        return keys | (
+            {"prompt_logprobs": self.prompt_logprobs(choices[0].prompt)} if self.include.prompt_logprobs else {}
+        )
 
     def logprobs(self, choice: Choice, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """Log-probabilities of tokens, in OpenAI's format."""

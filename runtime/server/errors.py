@@ -118,7 +118,8 @@ def from_engine(error: EngineError, prompt_key: str) -> ApiError:
     text = ": ".join(part for part in (error.what, error.why) if part)  # error.fix is about the command line
     code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
     first = prompt_key if text.startswith("the prompt ") else text.partition(" ")[0]
-    known = (prompt_key, "chat_template_kwargs", "priority", *OF_TEXTS, *SamplingParams.__dataclass_fields__)
+    others = ("chat_template_kwargs", "kv_transfer_params", "priority", *OF_TEXTS)
+    known = (prompt_key, *others, *SamplingParams.__dataclass_fields__)
     param = first if first in known else None
     return ApiError(400, text, param=param, code=code)
 

@@ -161,6 +161,8 @@ class Form(ABC):
     def __init__(self, id: str, model: str, fingerprint: str, tokenizer: Tokenizer, include: Include) -> None:
         self.id, self.model, self.include = id, model, include
         self.created, self.fingerprint = int(time.time()), fingerprint
+        # Parameters with which another server fetches the prompt's KV blocks; None: they are not leased.
+        self.kv_transfer_params: dict[str, object] | None = None
         self._tokenizer = tokenizer
 
     def prompt_part(
@@ -252,7 +254,7 @@ class ChoicesForm(Form):
 
     def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Keys of a response in addition to its choices."""
-        return {}
+        return {} if self.kv_transfer_params is None else {"kv_transfer_params": self.kv_transfer_params}
 
     def _usage(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Usage at the end, once all deltas were parsed."""

@@ -71,6 +71,7 @@ class Generation:
         structure: gives the structure of a prompt's completions from its token ids.
         work: priority and tenant.
         timeout_s: seconds from the arrival after which the request ends; None means never.
+        kv_transfer_params: as for AsyncLLM.prepare.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class Generation:
         structure: Structure,
         work: WorkClass,
         timeout_s: float | None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
         self._new_parsers, self._structure = new_parsers, structure
-        self._work, self._timeout_s = work, timeout_s
+        self._work, self._timeout_s, self._kv_transfer_params = work, timeout_s, kv_transfer_params
         self._service, self._form, self._params, self._arrived = service, form, params, arrived
         self._log = log
         self._first_token_s: float | None = None  # seconds from the request's arrival
@@ -151,6 +153,9 @@ class Generation:
 
     async def _submit(self, prompts: Sequence[Prompt], salt: str) -> None:
         """Starts all prompts, or none if one is refused."""
+        if self._kv_transfer_params and len(prompts) > 1:
+            why = f"kv_transfer_params are for one prompt, and there are {len(prompts)}"
+            raise ApiError(400, why, param="kv_transfer_params")
         for prompt, reservation in zip(prompts, self._reservations, strict=True):
             request = await self._prepare(prompt, salt)
             reservation.tokenized(request.num_prompt_tokens)
@@ -167,7 +172,12 @@ class Generation:
     async def _prepare(self, prompt: Prompt, salt: str) -> AsyncRequest:
         with template_errors(prompt):
             return await self._service.llm.prepare(
-                prompt, self._params, cache_salt=salt, work=self._work, structure=self._structure
+                prompt,
+                self._params,
+                cache_salt=salt,
+                work=self._work,
+                structure=self._structure,
+                kv_transfer_params=self._kv_transfer_params,
             )
 
     async def _stream(self, send: Send) -> None:
@@ -194,6 +204,7 @@ class Generation:
 
     async def _whole(self, send: Send) -> None:
         await _together([self._collect(number) for number in range(len(self._requests))])
+        self._form.kv_transfer_params = self._requests[0].request.kv_transfer_params
         arguments = self._all_choices, self._usage()
         if self._params.logprobs is None and self._params.prompt_logprobs is None:
             body = self._form.body(*arguments)

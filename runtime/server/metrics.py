@@ -212,6 +212,14 @@ class Metrics:
             yield self._counter("kv_cache_disk_tokens", "Tokens read from disk instead of being computed.", restored)
             yield self._gauge("kv_cache_disk_bytes", "Size of what is kept on disk.", disk.num_bytes)
             yield self._counter("kv_cache_disk_failures", "Files that could not be used.", disk.num_failures)
+        if (moved := stats.transfer) is not None:
+            yield self._counter("kv_transfer_sent_bytes", "KV blocks that others have fetched.", moved.num_sent_bytes)
+            yield self._counter(
+                "kv_transfer_received_bytes", "KV blocks fetched from others.", moved.num_received_bytes
+            )
+            yield self._counter("kv_transfer_failures", "Prompts that could not be fetched.", moved.num_failures)
+            yield self._counter("kv_transfer_expired", "Leases that nobody has fetched.", moved.num_expired)
+            yield self._gauge("kv_transfer_leased_bytes", "KV blocks that wait to be fetched.", moved.leased_bytes)
         grammars = stats.grammars
         yield self._gauge("grammars", "Compiled grammars that are kept.", grammars.num_grammars)
         yield self._gauge("grammar_memory_bytes", "Memory of the compiled grammars.", grammars.num_bytes)

@@ -83,7 +83,7 @@ UNREAD: Mapping[str, Unread] = {
     **refused("this server judges no texts", "moderation", "guardrails"),
     **refused("no code comes from a request", "custom_logit_processor", "logits_processors", harmless=([], "")),
     **refused("no adapters are served", "lora", "lora_path", "lora_request", harmless=([], "")),
-    **refused("no KV blocks come from elsewhere", "kv_transfer_params", "bootstrap_host", "bootstrap_room"),
+    **refused("no KV blocks come from elsewhere", "bootstrap_host", "bootstrap_room"),
     **refused("there is no such option", "vllm_xargs", "session_params", harmless=({},)),
     **refused("logit_bias or stop can do it", "bad_words", harmless=([],)),
     **refused(_STRUCTURES, "ebnf", "grammar", "json_schema", "regex", "structural_tag", "guided_whitespace_pattern"),
@@ -213,6 +213,8 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
     max_tokens: int | None = None  # maximum number of tokens of an answer
     cache_salt: str | None = None  # prompts with different salts share no cache blocks
     priority: int | None = None  # priority; lower values are more urgent
+    # vLLM's key with which the prompt's KV blocks are leased to another server, or fetched from one
+    kv_transfer_params: dict[str, Any] | None = None
     timeout: float | None = None  # seconds from the request's arrival after which it ends
     best_of: int | None = None  # number of answers that are generated, of which the n best are returned
     use_beam_search: bool | None = None  # true uses beam search instead of sampling
@@ -335,6 +337,9 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
             why = "best_of above n cannot be streamed: the best answers are known only at the end"
             raise ApiError(400, why, param="best_of")
+        if self.stream and (self.kv_transfer_params or {}).get("do_remote_decode"):
+            why = "kv_transfer_params.do_remote_decode cannot be streamed: the response says where the blocks wait"
+            raise ApiError(400, why, param="kv_transfer_params")
         options = self.stream_options or StreamOptions()
         if options.include_obfuscation:
             raise not_implemented("stream_options.include_obfuscation", "no event is padded")

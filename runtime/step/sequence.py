@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from enginewright.runtime.cache.disk import ReadEntries
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.sampling.request import SamplingRequest
 from enginewright.runtime.sampling.token_mask import Grammar
@@ -20,6 +21,7 @@ class CacheHandle:
     row: int = 0  # row of the block tables while it runs (Packer)
     keys: PrefixKeys | None = None  # keys of its full blocks; None: it shares none
     keys_in_flight: Sequence[bytes] = ()  # keys of blocks that it will write soon, for which other sequences may wait
+    fetched: ReadEntries | None = None  # blocks of its prompt that another server has computed; None once they are used
     has_unpublished_blocks: bool = False  # true if some blocks will be shared once a token is sampled after them
 
 

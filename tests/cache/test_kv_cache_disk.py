@@ -236,7 +236,8 @@ def two_blocks_on_disk(
     for number, block in enumerate(prefixes.keys_of(sequence), start=1):
         kept.save((0, block), lambda content=bytes([number]) * 500: content)
     kept.wait_for_scan(60)
-    return sequence, stored.StoredPrefixes(cache, prefixes, kept, [Places(memory)], lambda *_: seconds), kept
+    writer = stored.PrefixWriter(cache, prefixes, [Places(memory)])
+    return sequence, stored.StoredPrefixes(cache, prefixes, kept, writer, lambda *_: seconds), kept
 
 
 def test_what_is_computed_sooner_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +273,7 @@ def test_copies_that_are_to_be_made_are_made_first(tmp_path: Path) -> None:
     while not found.is_read(sequence, []):
         found.wait(1)
     assert len(found.restore(sequence, [], copies)) == 2
-    assert memory[:, 0].tolist() == [1, 2, 8] and copies == [[]] and found.num_tokens == 8
+    assert memory[:, 0].tolist() == [1, 2, 8] and copies == [[]] and found._writer.num_tokens == 8
     kept.close()
 
 

@@ -612,6 +612,7 @@ def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str
                 "Overload",
                 "Operation",
                 "KV events",
+                "Prefill and decode apart",
                 "Keys",
                 "Log",
                 "Other",

@@ -8,10 +8,11 @@ import click
 from enginewright.cli.help import SectionCommand, section
 from enginewright.cli.options import LIMIT_OPTIONS, LIMITS, QUANTS, VERIFY_OPTION, pop_options
 from enginewright.cli.values import BytesType, CountType, EnginePathType, QuantType
+from enginewright.runtime.config import KV_ROLES
 
 RUN_LIMITS = (
     *("prefill_chunk_size", "itl_slo_ms", "kv_cache_disk", "kv_cache_dir", "grammar_memory"),
-    *("kv_events", "kv_events_replay", "kv_events_topic"),
+    *("kv_events", "kv_events_replay", "kv_events_topic", "kv_role", "kv_listen", "kv_secret_file"),
 )  # fields of RuntimeConfig that are options of `engine run` alone
 
 model, address, overload = section("Model"), section("Address"), section("Overload")
@@ -195,6 +196,25 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     help="ZeroMQ address to listen on, where routers request messages that they have missed.",
 )
 @section("KV events")("--kv-events-topic", metavar="TEXT", default="", show_default="empty", help="Topic of messages.")
+@section("Prefill and decode apart")(
+    "--kv-role",
+    type=click.Choice(KV_ROLES),
+    show_default="both parts of each answer, and no KV blocks move",
+    help="Part of an answer that this server computes: prefill leases the KV blocks of prompts to servers that decode, "
+    "which fetch them. A router sends each request to one of either kind (docs/disaggregation.md).",
+)
+@section("Prefill and decode apart")(
+    "--kv-listen",
+    metavar="HOST:PORT",
+    show_default="a free port of 127.0.0.1",
+    help="Address where servers that decode fetch KV blocks. Blocks are authenticated, but not encrypted.",
+)
+@section("Prefill and decode apart")(
+    "--kv-secret-file",
+    type=click.Path(dir_okay=False),
+    show_default="none",
+    help="File of the secret that all of these servers know; openssl rand -hex 32 makes one.",
+)
 @section("Operation")(
     "--otlp-traces-endpoint",
     metavar="URL",

@@ -1,0 +1,171 @@
+"""An authenticated connection between two servers, over which KV blocks move.
+
+Both ends prove by HMACs that they know one secret, and derive a key for each direction of this connection from it and
+from two random challenges. A frame is its length, its content, and an HMAC of its number and its content, so nothing
+can be altered, repeated or left out on the way. Contents are not encrypted: they belong in a private network. A frame
+holds bytes in a fixed layout, or JSON; nothing in it is ever executed.
+
+    client → server   MAGIC, 32 random bytes
+    server → client   32 random bytes
+    client → server   frame: the client's facts as JSON
+    server → client   frame: the names of the facts that differ, as a JSON list; if there is one, the connection ends
+    then frames of `leases.py`
+"""
+
+import hmac
+import json
+import os
+import socket
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+from enginewright.errors import EngineError
+
+MAGIC = b"ew-kv-01"
+TIMEOUT_S = 5.0  # maximum seconds without a byte from the other end
+HASH_BYTES = 32
+MAX_FACTS_BYTES = 4096
+MIN_SECRET_BYTES = 16
+
+Facts = Mapping[str, str]  # all that the bytes of a block depend on, each by its name
+
+
+class TransferError(EngineError):
+    """The other end is not reachable, does not know the secret, differs, or breaks the protocol."""
+
+
+class Channel:
+    """One end of a connection, once both have proved that they know the secret.
+
+    Args:
+        connection: the socket. The channel closes it.
+        own_key: key of the frames that are sent.
+        other_key: key of the frames that are received.
+    """
+
+    def __init__(self, connection: socket.socket, own_key: bytes, other_key: bytes) -> None:
+        self._socket = connection
+        self._own_key, self._other_key = own_key, other_key
+        self._num_sent = self._num_received = 0
+
+    @classmethod
+    def connect(cls, host: str, port: int, secret: bytes, facts: Facts) -> "Channel":
+        """Connects to a server.
+
+        Args:
+            host: its name or address.
+            port: its TCP port.
+            secret: the secret that both know.
+            facts: all that the bytes of a block depend on here.
+
+        Raises:
+            TransferError: it is not reachable, does not know the secret, or has other facts.
+        """
+        where = f"{host}:{port}"
+        try:
+            connection = socket.create_connection((host, port), TIMEOUT_S)
+        except OSError as error:
+            raise TransferError(f"{where} cannot be reached", error.strerror or str(error)) from error
+        try:
+            challenge = os.urandom(HASH_BYTES)
+            connection.sendall(MAGIC + challenge)
+            channel = cls(connection, *_keys(secret, challenge, _receive(connection, HASH_BYTES)))
+            channel.send(json.dumps(facts).encode())
+            differing = json.loads(channel.receive(MAX_FACTS_BYTES))
+        except TransferError as error:
+            connection.close()
+            raise TransferError(f"{where} has ended the connection", "its secret may differ") from error
+        except OSError as error:
+            connection.close()
+            raise TransferError(f"{where} does not answer", error.strerror or str(error)) from error
+        if differing:
+            channel.close()
+            raise TransferError(f"blocks of {where} do not fit here", f"it has another {', '.join(differing)}")
+        return channel
+
+    @classmethod
+    def accept(cls, connection: socket.socket, secret: bytes, facts: Facts) -> "Channel":
+        """Accepts a connection.
+
+        Args:
+            connection: the socket.
+            secret: the secret that both know.
+            facts: all that the bytes of a block depend on here.
+
+        Raises:
+            TransferError: the client does not know the secret, has other facts, or is none of this protocol.
+            OSError: the connection is lost.
+        """
+        connection.settimeout(TIMEOUT_S)
+        if _receive(connection, len(MAGIC)) != MAGIC:
+            raise TransferError("a client of another protocol has connected")
+        theirs, challenge = _receive(connection, HASH_BYTES), os.urandom(HASH_BYTES)
+        connection.sendall(challenge)
+        channel = cls(connection, *reversed(_keys(secret, theirs, challenge)))
+        given = json.loads(channel.receive(MAX_FACTS_BYTES))
+        names = sorted(facts.keys() | given.keys())
+        differing = [name for name in names if facts.get(name) != given.get(name)]
+        channel.send(json.dumps(differing).encode())
+        if differing:
+            raise TransferError("blocks do not fit a client", f"it has another {', '.join(differing)}")
+        return channel
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._socket.close()
+
+    def send(self, content: bytes | memoryview) -> None:
+        """Sends a frame."""
+        tag = _tag(self._own_key, self._num_sent, content)
+        self._num_sent += 1
+        self._socket.sendall(len(content).to_bytes(8, "little"))
+        self._socket.sendall(content)
+        self._socket.sendall(tag)
+
+    def receive(self, max_bytes: int) -> bytearray:
+        """Receives a frame.
+
+        Args:
+            max_bytes: maximum size of its content.
+
+        Raises:
+            TransferError: it is longer, was altered, or the connection has ended.
+        """
+        size = int.from_bytes(_receive(self._socket, 8), "little")
+        if size > max_bytes:
+            raise TransferError("a frame is too long", f"{size} bytes where at most {max_bytes} belong")
+        content = _receive(self._socket, size)
+        tag = _tag(self._other_key, self._num_received, content)
+        self._num_received += 1
+        if not hmac.compare_digest(tag, _receive(self._socket, HASH_BYTES)):
+            raise TransferError("a frame was altered on the way, or the secrets differ")
+        return content
+
+
+def sign(secret: bytes, text: str) -> str:
+    """HMAC of a text, in hexadecimal digits."""
+    return hmac.digest(secret, b"text" + text.encode(), sha256).hex()
+
+
+def _keys(secret: bytes, *challenges: bytes | bytearray) -> tuple[bytes, bytes]:
+    """Keys of the client's and of the server's frames."""
+    both = b"".join(challenges)
+    return hmac.digest(secret, b"client" + both, sha256), hmac.digest(secret, b"server" + both, sha256)
+
+
+def _tag(key: bytes, number: int, content: Any) -> bytes:
+    tag = hmac.new(key, number.to_bytes(8, "little"), sha256)
+    tag.update(content)
+    return tag.digest()
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    content = bytearray(size)
+    view = memoryview(content)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise TransferError("the connection has ended in the middle of a frame")
+        view = view[count:]
+    return content
