@@ -72,6 +72,19 @@ HYBRIDS = (
 )  # with layers that carry a state
 OF_EACH_STATE = ("falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text")  # one of each kind of them
 ENCODERS = ("bert", "modernbert")  # that write no text
+UNPUBLISHED = (
+    "falcon_h1",
+    "gemma4_text",
+    "granitemoeshared",
+    "kimi_linear",
+    "lfm2",
+    "mistral4",
+    "modernbert",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "seed_oss",
+)  # families whose published config.json is not in tests/golden/published_configs.json
 BEGIN, END, TURN = "<|begin|>", "<|end|>", "<|turn|>"  # ids 0, 1, 2
 VOCAB_SIZE = 307  # a prime, above the 256 bytes that a byte-level vocabulary starts from
 

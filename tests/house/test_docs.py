@@ -154,10 +154,11 @@ def test_the_diagram_of_the_runtime_shows_its_rooms() -> None:
     assert [pair for pair in pairs if rooms.index(pair[0]) >= rooms.index(pair[1])] == []
 
 
-def test_the_readme_is_short_and_counts_families() -> None:
+def test_the_readme_is_short_and_names_no_more_families_than_there_are() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 200
-    assert f"| {len(families()) + len(wrappers())} families:" in text
+    (number,) = re.findall(r"\| more than (\d+) families:", text)
+    assert len(families()) + len(wrappers()) > int(number)
 
 
 @pytest.mark.parametrize("theme", chart.THEMES, ids=lambda theme: theme.name)
