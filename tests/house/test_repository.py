@@ -4,12 +4,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
+from importlib.metadata import distributions
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from enginewright import __version__
@@ -33,6 +36,10 @@ def relative(path: Path) -> str:
 def read_project(name: str) -> dict[str, Any]:
     project: dict[str, Any] = tomllib.loads((ROOT / name).read_text())["project"]
     return project
+
+
+def read_pins(path: Path) -> list[Requirement]:
+    return [Requirement(line) for line in path.read_text().splitlines() if line and not line.startswith("#")]
 
 
 def test_no_source_runs_what_it_reads() -> None:
@@ -107,8 +114,7 @@ def test_paths_in_documents_are_real(name: str) -> None:
 
 
 def test_every_requirement_is_locked() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pins = read_pins(ROOT / "constraints.txt")
     assert [str(pin) for pin in pins if pin.url or not re.fullmatch(r"==[\w.]+", str(pin.specifier))] == []
     versions = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in pins}
     assert len(versions) == len(pins)
@@ -120,6 +126,51 @@ def test_every_requirement_is_locked() -> None:
     for requirement in map(Requirement, [*wanted, *bench["dependencies"]]):
         locked = versions.get(canonicalize_name(requirement.name))
         assert locked and requirement.specifier.contains(locked), f"{requirement} is not met by constraints.txt"
+
+
+def refusing(python: str, pins: Iterable[Requirement], folders: Iterable[str]) -> list[str]:
+    """Names the distributions installed in `folders` in a pinned version that does not install on a Python."""
+    pinned = {(canonicalize_name(pin.name), str(pin.specifier)[2:]) for pin in pins}
+    found = set()
+    for each in distributions(path=list(folders)):
+        required = ",".join(each.metadata.get_all("Requires-Python") or ())
+        is_pinned = (canonicalize_name(each.name), each.version.partition("+")[0]) in pinned
+        if is_pinned and not SpecifierSet(required).contains(python):
+            found.add(f"{each.name} {each.version}: Python {required}")
+    return sorted(found)
+
+
+def test_pinned_versions_install_on_the_oldest_python() -> None:
+    """As far as they are installed here, in the environment of the tests or in one that `make` keeps in .cache."""
+    oldest = {read_project(name)["requires-python"] for name in ("pyproject.toml", "bench/pyproject.toml")}
+    assert oldest == {">=3.11"}
+    pins = chain(*map(read_pins, [ROOT / "constraints.txt", *(ROOT / "tests/long").glob("*.txt")]))
+    kept = [*ROOT.glob(".cache/*/lib/python*/site-packages"), ROOT / ".cache/browser/python"]
+    folders = [*sys.path, *map(str, kept)]
+    assert refusing("3.11.0", pins, folders) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "required", "refused"),
+    [
+        ("13.1.2", ">=3.11.5", True),
+        ("13.1.2+cpu", ">=3.12", True),
+        ("13.1.2", "<3.11", True),
+        ("13.1.2", ">=3.9, !=3.9.0", False),
+        ("13.1.2", None, False),
+        ("12.3", ">=3.11.5", False),
+    ],
+)
+def test_a_pinned_version_for_a_newer_python_is_found(
+    version: str, required: str | None, refused: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / f"some_package-{version}.dist-info"
+    folder.mkdir()
+    lines = ["Metadata-Version: 2.4", "Name: some_package", f"Version: {version}"]
+    lines += [f"Requires-Python: {required}"] if required else []
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    expected = [f"some_package {version}: Python {required}"] if refused else []
+    assert refusing("3.11.0", [Requirement("Some-Package==13.1.2")], [str(tmp_path)]) == expected
 
 
 def test_a_second_direction_of_imports_is_refused(tmp_path: Path) -> None:
