@@ -174,7 +174,7 @@ def serve_figures(answers: Sequence[RequestRecord], goodput: Goodput | None = No
         short_answers=sum(answer.tokens < answer.max_tokens for answer in done),
         without_usage=sum(not answer.has_usage for answer in done),
         duration_s=seconds,
-        max_in_flight=most_at_once(answers),
+        max_in_flight=max_in_flight(answers),
         prompt_tokens=prompts,
         cached_prompt_tokens=sum(answer.cached_tokens for answer in done),
         generated_tokens=tokens,
@@ -193,7 +193,7 @@ def serve_figures(answers: Sequence[RequestRecord], goodput: Goodput | None = No
     )
 
 
-def most_at_once(answers: Iterable[RequestRecord]) -> int:
+def max_in_flight(answers: Iterable[RequestRecord]) -> int:
     """Returns the maximum of requests that were in flight at the same time."""
     changes = sorted(change for answer in answers for change in ((answer.sent_s, 1), (answer.end_s, -1)))
     return int(np.cumsum([step for _, step in changes]).max(initial=0))  # at equal times, an end counts before a start

@@ -45,11 +45,11 @@ class Lengths:
         Raises:
             UsageError: the text has another form, or the range is empty.
         """
-        least, colon, most = text.strip().lower().partition(":")
-        lengths = cls(_count(least, text, option), _count(most if colon else least, text, option))
+        low, colon, high = text.strip().lower().partition(":")
+        lengths = cls(_count(low, text, option), _count(high if colon else low, text, option))
         if lengths.min_tokens > lengths.max_tokens:
             raise UsageError(
-                f"{option} {text} is an empty range", "it ends before it begins", f"Write {most}:{least}, perhaps."
+                f"{option} {text} is an empty range", "it ends before it begins", f"Write {high}:{low}, perhaps."
             )
         return lengths
 

@@ -24,7 +24,7 @@ from enginewright.builder.cuda import Compiled, Instance, TritonInstance, compil
 from enginewright.builder.cuda.sections import to_compile
 from enginewright.builder.progress import Silent
 from enginewright.passes.quant import quant_config
-from enginewright.plan import MOST_SHARED_BYTES
+from enginewright.plan import MAX_SHARED_BYTES
 from enginewright.targets import CUDA, architectures, parse_targets
 
 QUANTS = ("bf16", "int8-wo", "int4-rtn", "fp8")
@@ -117,7 +117,7 @@ def excesses(found: Sequence[Kernel], made: Made, local: Mapping[str, str] = LOC
             if code.local_bytes and kernel.function not in local:
                 wrong.append(f"{sm}: {code.local_bytes} bytes of local memory a thread: {kernel.instance.expression}")
             shared_bytes = kernel.shared_bytes + code.shared_bytes + code.static_shared_bytes
-            if shared_bytes > (MOST_SHARED_BYTES if (kernel.architectures or tuple(made)) == HOPPER else SHARED_BYTES):
+            if shared_bytes > (MAX_SHARED_BYTES if (kernel.architectures or tuple(made)) == HOPPER else SHARED_BYTES):
                 wrong.append(f"{sm}: {shared_bytes} bytes of shared memory: {kernel.instance.expression}")
     return wrong
 

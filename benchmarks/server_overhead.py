@@ -77,7 +77,7 @@ def report(figures: dict[str, list[Figure]], tokens: int) -> dict[str, dict[str,
             for what, kind in (("cpu_seconds", "tokens per CPU-second"), ("seconds", "tokens per second")):
                 pairs = zip(figures[name], figures[other], strict=True)
                 values = [getattr(theirs, what) / getattr(mine, what) for mine, theirs in pairs]
-                share[what] = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+                share[what] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
                 spread = f"({min(values):.1%} to {max(values):.1%})"
                 print(f"{name} / {other}, {kind}: {statistics.median(values):.1%} {spread}")
     return shares

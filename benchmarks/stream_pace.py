@@ -134,7 +134,7 @@ def report(figures: dict[str, list[Pace]]) -> dict[str, dict[str, float]]:
     ratios = {}
     for case in CASES[1:]:
         values = [row.p99_ms / alone.p99_ms for row, alone in zip(figures[case], figures["alone"], strict=True)]
-        ratios[case] = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+        ratios[case] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
         spread = f"(of rounds: {min(values):.2f} to {max(values):.2f})"
         print(f"p99 {case} / alone: {statistics.median(values):.2f} × {spread}")
     return ratios

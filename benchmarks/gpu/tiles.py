@@ -71,20 +71,20 @@ def measure(
     """By tokens and variant: how many times as fast it is as the present tiles."""
     calls, packed = compiled(bench, report, shape, calls_of(format, shape, bench.sm)), weights.packed(format)
     ratios: dict[int, dict[str, float]] = {}
-    for tokens in (tokens for tokens in gemm.TOKENS if tokens <= shape.most):
+    for tokens in (tokens for tokens in gemm.TOKENS if tokens <= shape.max_tokens):
         contestants, outs = dict[str, Replay](), dict[str, torch.Tensor]()
         others = {name: call for name, call in calls.items() if differ(call, calls[PRESENT], tokens)}
         if not others:
             continue
-        operands = gemm.activations(calls[PRESENT], shape.most, bench.at)
+        operands = gemm.activations(calls[PRESENT], shape.max_tokens, bench.at)
         for name, call in {PRESENT: calls[PRESENT], **others}.items():
             works, shared = gemm.works(bench, call, packed, operands, tokens)
             works[0]()
             bench.device.synchronize()
             outs[name] = shared["out"][:tokens, : call.matrices["out"].columns].float()
             contestants[name] = bench.ours(works)
-        most, seconds = float(outs[PRESENT].abs().max()), interleaved(bench, contestants, ROUNDS)
-        wrong = [name for name, out in outs.items() if not float((out - outs[PRESENT]).abs().max()) < gemm.SAME * most]
+        amax, seconds = float(outs[PRESENT].abs().max()), interleaved(bench, contestants, ROUNDS)
+        wrong = [name for name, out in outs.items() if not float((out - outs[PRESENT]).abs().max()) < gemm.SAME * amax]
         found = {name: ratio(seconds[PRESENT], seconds[name]) for name in others}
         best = max(found, key=found.__getitem__)
         values: dict[str, float | str] = {"seconds": median(seconds[PRESENT]), "best": best, "by": found[best]}

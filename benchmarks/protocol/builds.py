@@ -41,8 +41,8 @@ def build(model: Model, name: str, options: tuple[str, ...], folder: Path, gate:
     command += ["--output", str(path), "--gate", gate, "--json"]
     before, start = snapshot(), time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    most, ended = [0], threading.Event()
-    watch = threading.Thread(target=_watch, args=(process.pid, most, ended))
+    max_bytes, ended = [0], threading.Event()
+    watch = threading.Thread(target=_watch, args=(process.pid, max_bytes, ended))
     watch.start()
     out, errors = process.communicate()
     seconds = time.perf_counter() - start
@@ -54,10 +54,10 @@ def build(model: Model, name: str, options: tuple[str, ...], folder: Path, gate:
     report = json.loads(out)
     others = snapshot().elsewhere(before)
     sizes = report["weight_bytes"], report["kv_bytes_per_token"]
-    return Built(path, seconds, most[0], *sizes, report["quality"], others)
+    return Built(path, seconds, max_bytes[0], *sizes, report["quality"], others)
 
 
-def _watch(pid: int, most: list[int], ended: threading.Event) -> None:
+def _watch(pid: int, max_bytes: list[int], ended: threading.Event) -> None:
     while not ended.wait(SAMPLE_S):
         try:
             text = Path(f"/proc/{pid}/status").read_text()
@@ -65,4 +65,4 @@ def _watch(pid: int, most: list[int], ended: threading.Event) -> None:
             return
         for line in text.splitlines():
             if line.startswith("RssAnon:"):
-                most[0] = max(most[0], int(line.split()[1]) * 1024)
+                max_bytes[0] = max(max_bytes[0], int(line.split()[1]) * 1024)

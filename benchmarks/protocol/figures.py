@@ -11,8 +11,8 @@ class Spread:
     """Median and range of one figure over the rounds."""
 
     median: float
-    least: float
-    most: float
+    min: float
+    max: float
 
 
 def spread(values: Iterable[float]) -> Spread:

@@ -88,5 +88,5 @@ def _cpu_of_processes() -> dict[str, tuple[str, int]]:
 
 def _busiest(before: dict[str, tuple[str, int]], after: dict[str, tuple[str, int]]) -> str:
     spent = {pid: ticks - before.get(pid, (name, 0))[1] for pid, (name, ticks) in after.items()}
-    most = sorted((pid for pid in spent if spent[pid] > 0), key=lambda pid: -spent[pid])[:NAMED]
-    return ", ".join(f"{after[pid][0]} {pid}" for pid in most) or "none that lasts"
+    busiest = sorted((pid for pid in spent if spent[pid] > 0), key=lambda pid: -spent[pid])[:NAMED]
+    return ", ".join(f"{after[pid][0]} {pid}" for pid in busiest) or "none that lasts"

@@ -64,8 +64,8 @@ def _panel(axes: "Axes", group: str, rows: dict[str, Any]) -> None:
                 value = over(there[name], best)
                 places.append(place + (-0.12 if peer is None else 0.12))
                 middles.append(value.median)
-                below.append(value.median - value.least)
-                above.append(value.most - value.median)
+                below.append(value.median - value.min)
+                above.append(value.max - value.median)
         axes.errorbar(
             middles, places, xerr=(below, above), fmt=marker, color=color, markersize=5, elinewidth=1, label=name
         )

@@ -88,6 +88,6 @@ def point(name: str, *, quick: bool = False) -> Point:
         return Point(name, "prefill", 1, int(found[2]), 1)
     if found[3]:
         depth, batch = int(found[4]), int(found[5])
-        steps = next((steps for most, steps in STEPS.items() if batch <= most), STEPS[32])
+        steps = next((steps for max_batch, steps in STEPS.items() if batch <= max_batch), STEPS[32])
         return Point(name, "decode", batch, max(depth, 1), QUICK_STEPS if quick else steps)  # a prompt has a token
     return Point(name, "in-flight", int(found[7]), int(found[8]), int(found[9]))

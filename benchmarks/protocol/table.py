@@ -58,7 +58,7 @@ def _summary(found: dict[str, Any]) -> Iterator[str]:
     found_ratios = [ratio.value for value in values for ratio in ratios(value)]
     if not found_ratios:
         return
-    wins, losses = sum(value.least > 1 for value in found_ratios), sum(value.most < 1 for value in found_ratios)
+    wins, losses = sum(value.min > 1 for value in found_ratios), sum(value.max < 1 for value in found_ratios)
     yield "## Wins and losses"
     yield ""
     yield "Each build of this engine next to the fastest peer of its class, at each point:"
@@ -114,9 +114,9 @@ def _notes(value: dict[str, Any]) -> Iterator[str]:
 
 
 def _disturbed(cores: Sequence[float]) -> Iterator[str]:
-    most = max(cores, default=0.0)
-    if most > DISTURBED_CORES:
-        yield f"**others took up to {most:.2f} cores: distrust these figures**"
+    max_cores = max(cores, default=0.0)
+    if max_cores > DISTURBED_CORES:
+        yield f"**others took up to {max_cores:.2f} cores: distrust these figures**"
         yield ""
 
 
@@ -192,17 +192,17 @@ def _left_out(found: dict[str, Any]) -> Iterator[str]:
 
 def _cell(one: Shown) -> str:
     rate = one.rate
-    return f"{_number(rate.median)} ({_number(rate.least)}–{_number(rate.most)}), {one.roofline_share.median:.0%}"
+    return f"{_number(rate.median)} ({_number(rate.min)}–{_number(rate.max)}), {one.roofline_share.median:.0%}"
 
 
 def _times(value: Spread) -> str:
-    text = f"{value.median:.2f} × ({value.least:.2f}–{value.most:.2f})"
-    return text if value.most >= 1 else f"{text} slower"
+    text = f"{value.median:.2f} × ({value.min:.2f}–{value.max:.2f})"
+    return text if value.max >= 1 else f"{text} slower"
 
 
 def _seconds(values: Sequence[float]) -> str:
     one = spread(values)
-    return f"{one.median:.2f} ({one.least:.2f}–{one.most:.2f})"
+    return f"{one.median:.2f} ({one.min:.2f}–{one.max:.2f})"
 
 
 def _number(value: float) -> str:

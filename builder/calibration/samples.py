@@ -25,7 +25,7 @@ from enginewright.runtime.text.tokenizer import Tokenizer
 
 SAMPLES = 32  # default number of samples
 SAMPLE_TOKENS = 128  # tokens of a sample
-LEAST_TOKENS = 16  # minimum of a sample's tokens
+MIN_TOKENS = 16  # minimum of a sample's tokens
 MAX_CHARACTERS = 32 * SAMPLE_TOKENS  # characters of a text that are tokenized
 TODAY = datetime(2026, 1, 1)  # date for chat templates that print one: the same inputs give the same bytes on every day
 
@@ -122,14 +122,14 @@ def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
     for text in _spread(read_texts(ref), count):
         ids = _encode(text, tokenizer)
         # Tokenizers may have tokens for which their model has no embedding.
-        if len(ids) >= LEAST_TOKENS and max(ids) < vocab_size:
+        if len(ids) >= MIN_TOKENS and max(ids) < vocab_size:
             samples.append(tuple(ids))
         if len(samples) == count:
             break
     if not samples:
         raise UsageError(
             f"{ref} has no text to calibrate on",
-            f"none of its texts has {LEAST_TOKENS} tokens",
+            f"none of its texts has {MIN_TOKENS} tokens",
             "Give longer texts, or leave --calib-data out: then the model writes some itself.",
         )
     return Samples(tuple(samples), ref)

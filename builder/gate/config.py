@@ -17,20 +17,20 @@ class Measure:
 
     name: str  # name of the limit in `--gate`
     what: str  # description in words, for messages
-    least: bool = False  # True if the limit is a minimum; otherwise a maximum
+    is_minimum: bool = False  # True if the limit is a minimum; otherwise a maximum
     highest: float = math.inf  # greatest possible limit
     full: bool = False  # True if only `--gate full` measures it
 
 
 MEASURES = (
     Measure("kl", "mean KL divergence from the source, in nats"),
-    Measure("top1", "share of positions at which the same token is the likeliest", least=True, highest=1),
+    Measure("top1", "share of positions at which the same token is the likeliest", is_minimum=True, highest=1),
     Measure("ppl", "perplexity, over the source's"),
     Measure("layer", "error of the worst layer's output, relative to it"),
-    Measure("cosine", "mean cosine of the vectors of texts and the source's", least=True, highest=1),
-    Measure("needle", "share of the needles found that the source finds", least=True, highest=1, full=True),
-    Measure("json", "share of answers asked for in JSON that are", least=True, highest=1, full=True),
-    Measure("divergence", "tokens written before the source goes another way, median", least=True, full=True),
+    Measure("cosine", "mean cosine of the vectors of texts and the source's", is_minimum=True, highest=1),
+    Measure("needle", "share of the needles found that the source finds", is_minimum=True, highest=1, full=True),
+    Measure("json", "share of answers asked for in JSON that are", is_minimum=True, highest=1, full=True),
+    Measure("divergence", "tokens written before the source goes another way, median", is_minimum=True, full=True),
 )
 LEVELS = ("quick", "full", "off")
 _BY_NAME = {measure.name: measure for measure in MEASURES}
@@ -48,7 +48,7 @@ def limits_of(formats: Iterable[str], kv_dtypes: Iterable[str] = ()) -> dict[str
     rows = [QUANT_METHODS[name].limits for name in set(formats)]
     rows += [KV_LIMITS[name] for name in set(kv_dtypes) & KV_LIMITS.keys()]
     loosest = {
-        measure.name: (min if measure.least else max)(row[measure.name] for row in rows)
+        measure.name: (min if measure.is_minimum else max)(row[measure.name] for row in rows)
         for measure in MEASURES
         if measure.name in rows[0]
     }
@@ -87,7 +87,7 @@ class GateConfig:
                 what=measure.what,
                 value=values[measure.name],
                 limit=limits.get(measure.name),
-                least=measure.least,
+                is_minimum=measure.is_minimum,
                 interval=(intervals or {}).get(measure.name),
             )
             for measure in MEASURES

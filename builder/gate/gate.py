@@ -232,5 +232,5 @@ class _OnTarget:
         if whole.source_perplexity is not None:
             ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity
             values["ppl"] = rounded(ratio, 4)
-        finite = Check("finite", FINITE, rounded(1 - whole.broken / whole.positions, 4), 1.0, least=True)
+        finite = Check("finite", FINITE, rounded(1 - whole.broken / whole.positions, 4), 1.0, is_minimum=True)
         return (*self.config.checks(values, limits_of(formats, kv_dtypes), intervals(found)), finite)

@@ -90,7 +90,7 @@ def _checks(measured: Measured) -> Iterator[str]:
                 check.name,
                 _number(check.value),
                 "" if check.interval is None else " to ".join(map(_number, check.interval)),
-                "none" if check.limit is None else f"{'≥' if check.least else '≤'} {check.limit:g}",
+                "none" if check.limit is None else f"{'≥' if check.is_minimum else '≤'} {check.limit:g}",
                 "" if check.limit is None else "passed" if check.passed else "failed",
                 check.what,
             )

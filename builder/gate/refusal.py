@@ -40,7 +40,8 @@ def _describe(check: Check) -> str:
     if check.value is not None and check.interval is not None:
         low, high = check.interval
         value += f" ({low:g} to {high:g})"
-    return f"{check.name} is {value}, at {'least' if check.least else 'most'} {check.limit:g} passes ({check.what})"
+    bound = "at least" if check.is_minimum else "at most"
+    return f"{check.name} is {value}, {bound} {check.limit:g} passes ({check.what})"
 
 
 def _may_pass(check: Check) -> bool:
@@ -54,7 +55,7 @@ def _passing_limit(check: Check) -> float:
     if check.interval is None:
         return check.value
     low, high = check.interval
-    return low if check.least else high
+    return low if check.is_minimum else high
 
 
 def _table(layers: Sequence[LayerError]) -> Iterator[str]:

@@ -54,7 +54,7 @@ def measure_vectors(config: GateConfig, subject: Subject, progress: Progress) ->
         share = rounded(float(finite.double().mean()), 4)
         checks = (
             *config.checks({"layer": layers[0].error, "cosine": rounded(cosine, 6)}, limits),
-            Check("finite", FINITE, share, 1.0, least=True),
+            Check("finite", FINITE, share, 1.0, is_minimum=True),
         )
         whole = Distance(len(texts), int((~finite).sum()), None, None, None, None, None)
         return QualityReport(config.name, Measured(executor.isa, checks, whole, (), (), layers))

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1  # version of the entries' layout
 HASH_BYTES = 32
-MOST_PENDING_BYTES = 64 << 20  # bytes that may wait to be written; entries beyond this are not kept
+MAX_PENDING_BYTES = 64 << 20  # bytes that may wait to be written; entries beyond this are not kept
 SCAN_S = 1.0  # seconds to wait for the scan of a large folder; entries found later than that are used from then on
 STALE_S = 600.0  # age in seconds from which an unfinished file counts as abandoned: no write takes that long
 ENTRY = re.compile(r"(?P<group>\d+)-(?P<key>[0-9a-f]{64})")
@@ -87,9 +87,9 @@ class DiskStore:
         self._folder, self._identity, self._capacity_bytes = folder, identity, capacity_bytes
         self._sizes = [HASH_BYTES + size for size in place_bytes]
         if capacity_bytes < sum(self._sizes):
-            least = format_bytes(sum(self._sizes))
+            min_size = format_bytes(sum(self._sizes))
             raise UsageError(
-                f"kv_cache_disk is {format_bytes(capacity_bytes)}", f"what a few tokens leave takes {least}"
+                f"kv_cache_disk is {format_bytes(capacity_bytes)}", f"what a few tokens leave takes {min_size}"
             )
         _make_private(folder)
         _make_private(folder / identity)
@@ -126,10 +126,10 @@ class DiskStore:
     def has_room(self, group: int) -> bool:
         """True if one more entry of a group can be kept, that is, if not too much waits to be written already.
 
-        If nothing waits, an entry of any size can: a recurrent state may be larger than MOST_PENDING_BYTES.
+        If nothing waits, an entry of any size can: a recurrent state may be larger than MAX_PENDING_BYTES.
         """
         pending = self._queued_bytes - self._done_bytes
-        return not self._broken and (not pending or pending + self._sizes[group] <= MOST_PENDING_BYTES)
+        return not self._broken and (not pending or pending + self._sizes[group] <= MAX_PENDING_BYTES)
 
     def save(self, entry: Entry, content: Callable[[], bytes]) -> None:
         """Queues an entry to be written. The caller has checked `has_room`.

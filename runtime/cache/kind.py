@@ -21,12 +21,12 @@ class CacheKind(ABC, Generic[Held]):
     pool: Pool
 
     @abstractmethod
-    def num_shared(self, keys: Sequence[bytes], most: int, also: Container[bytes] = ()) -> int:
+    def num_shared(self, keys: Sequence[bytes], max_blocks: int, also: Container[bytes] = ()) -> int:
         """Number of blocks of the longest prefix that a new sequence can share.
 
         Args:
             keys: of the sequence's full blocks.
-            most: maximum number of blocks.
+            max_blocks: maximum number of blocks.
             also: keys that count as available, such as those on disk.
         """
 

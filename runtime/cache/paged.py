@@ -65,13 +65,15 @@ class PagedBlocks(CacheKind[BlockTable]):
         self._num_kept = _num_kept(group)
         self._reserved = 0
 
-    def num_shared(self, keys: Sequence[bytes], most: int, also: Container[bytes] = ()) -> int:
+    def num_shared(self, keys: Sequence[bytes], max_blocks: int, also: Container[bytes] = ()) -> int:
         pool = self.pool
         if not self._window:
-            return next((place for place in range(most) if keys[place] not in pool and keys[place] not in also), most)
-        while most and not all(key in pool or key in also for key in self.begins_with(keys[:most])):
-            most -= 1
-        return most
+            missing = (place for place in range(max_blocks) if keys[place] not in pool and keys[place] not in also)
+            return next(missing, max_blocks)
+        count = max_blocks
+        while count and not all(key in pool or key in also for key in self.begins_with(keys[:count])):
+            count -= 1
+        return count
 
     def begins_with(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         return [keys[place] for place in self._needed(len(keys), len(keys) * self._block_size)]

@@ -68,8 +68,8 @@ class StateSlots(CacheKind[StateSlot]):
         self._max_pending = max(num_slots - sequences, 0)
         self._num_pending = 0
 
-    def num_shared(self, keys: Sequence[bytes], most: int, also: Container[bytes] = ()) -> int:
-        there = (count for count in range(most, 0, -1) if keys[count - 1] in self.pool or keys[count - 1] in also)
+    def num_shared(self, keys: Sequence[bytes], max_blocks: int, also: Container[bytes] = ()) -> int:
+        there = (count for count in range(max_blocks, 0, -1) if keys[count - 1] in self.pool or keys[count - 1] in also)
         return next(there, 0)
 
     def begins_with(self, keys: Sequence[bytes]) -> Sequence[bytes]:

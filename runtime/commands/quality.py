@@ -20,7 +20,8 @@ class Check(msgspec.Struct, frozen=True):
     what: str  # description for messages
     value: float | None  # measured value; None means NaN
     limit: float | None  # limit; None means no limit
-    least: bool  # True if the limit is a minimum, False if it is a maximum
+    # True if the limit is a minimum, False if it is a maximum; engine files have it under the name `least`
+    is_minimum: bool = msgspec.field(name="least")
     # confidence interval of the value for similar texts; None if it is not from a sample
     interval: tuple[float, float] | None = None
 
@@ -30,7 +31,7 @@ class Check(msgspec.Struct, frozen=True):
         if self.limit is None or self.value is None or self.interval is None:
             return True
         low, high = self.interval
-        return high <= self.limit or low > self.limit if not self.least else low >= self.limit or high < self.limit
+        return high <= self.limit or low > self.limit if not self.is_minimum else low >= self.limit or high < self.limit
 
     @property
     def passed(self) -> bool:
@@ -39,7 +40,7 @@ class Check(msgspec.Struct, frozen=True):
             return True
         if self.value is None:
             return False
-        return self.value >= self.limit if self.least else self.value <= self.limit
+        return self.value >= self.limit if self.is_minimum else self.value <= self.limit
 
 
 class Distance(msgspec.Struct, frozen=True):
@@ -226,7 +227,7 @@ def positions_compared(measured: Measured) -> str:
 
 def _check_text(check: Check) -> str:
     """A value and its limit, if there is one."""
-    limit = "" if check.limit is None else f" {'≥' if check.least else '≤'} {check.limit:g}"
+    limit = "" if check.limit is None else f" {'≥' if check.is_minimum else '≤'} {check.limit:g}"
     return f"{check.name} {_number(check.value)}{limit}{'' if check.passed else ' (failed)'}"
 
 

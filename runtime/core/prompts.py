@@ -237,9 +237,9 @@ def _encode(text: str, tokenizer: Tokenizer, max_model_len: int, *, add_special_
     Raises:
         PromptTooLongError: the text cannot fit.
     """
-    most = tokenizer.longest_token_chars * max_model_len
-    if len(text) > most:
-        raise too_long(f"{len(text)} characters, and {most} are the most that could fit", max_model_len)
+    max_chars = tokenizer.longest_token_chars * max_model_len
+    if len(text) > max_chars:
+        raise too_long(f"{len(text)} characters, and {max_chars} are the most that could fit", max_model_len)
     piece = FIRST_PIECE_CHARS * max_model_len
     while piece < len(text):
         if len(tokenizer.encode(text[:piece], add_special_tokens=False)) >= 2 * max_model_len:

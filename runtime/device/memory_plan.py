@@ -167,8 +167,8 @@ def _share_out(groups: Sequence[CacheGroup], budget: int, sequences: int, length
 
     given = places(bisect_right(range(length + 1), budget, key=lambda common: bytes_of(places(common))) - 1)
     left = budget - bytes_of(given)
-    for index, (most, group) in enumerate(zip(places(length), groups, strict=True)):
-        more = min(most - given[index], left // place_bytes(group))
+    for index, (max_places, group) in enumerate(zip(places(length), groups, strict=True)):
+        more = min(max_places - given[index], left // place_bytes(group))
         given[index] += more
         left -= more * place_bytes(group)
     return tuple(given)

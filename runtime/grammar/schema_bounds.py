@@ -132,30 +132,33 @@ def _is_exact(number: int | float) -> bool:
 
 
 class _Range(NamedTuple):
-    """The bounds of a schema's numbers."""
+    """The bounds of a schema's numbers, by their keys; None if the schema has none."""
 
-    least: float | None  # minimum
-    most: float | None  # maximum
-    below: float | None  # exclusiveMinimum
-    above: float | None  # exclusiveMaximum
+    minimum: float | None
+    maximum: float | None
+    exclusive_minimum: float | None
+    exclusive_maximum: float | None
 
 
 def _range(schema: Mapping[str, Any]) -> _Range | None:
     """Reads the bounds of a schema; None if one is not a number, which llguidance reports as an error."""
-    least, most, below, above = (schema.get(key) for key in _BOUNDS)
-    is_bound = all(value is None or isinstance(value, int | float) for value in (least, most, below, above))
-    if not is_bound or isinstance(least, bool) or isinstance(most, bool):
+    minimum, maximum, exclusive_minimum, exclusive_maximum = (schema.get(key) for key in _BOUNDS)
+    is_bound = all(
+        value is None or isinstance(value, int | float)
+        for value in (minimum, maximum, exclusive_minimum, exclusive_maximum)
+    )
+    if not is_bound or isinstance(minimum, bool) or isinstance(maximum, bool):
         return None
     # In draft 4, exclusiveMinimum is true or false, and says if minimum itself is excluded.
-    if isinstance(below, bool):
-        below = least if below else None
-    if isinstance(above, bool):
-        above = most if above else None
-    return _Range(least, most, below, above)
+    if isinstance(exclusive_minimum, bool):
+        exclusive_minimum = minimum if exclusive_minimum else None
+    if isinstance(exclusive_maximum, bool):
+        exclusive_maximum = maximum if exclusive_maximum else None
+    return _Range(minimum, maximum, exclusive_minimum, exclusive_maximum)
 
 
-def _with_range(schema: Mapping[str, Any], least: float, most: float) -> dict[str, Any]:
-    bounds = {"minimum": least, "maximum": most}
+def _with_range(schema: Mapping[str, Any], minimum: float, maximum: float) -> dict[str, Any]:
+    bounds = {"minimum": minimum, "maximum": maximum}
     others = {key: value for key, value in schema.items() if key not in _BOUNDS}
     return others | {key: value for key, value in bounds.items() if abs(value) < inf}
 
@@ -171,17 +174,18 @@ def _bounded_number(schema: dict[str, Any], where: str) -> dict[str, Any]:
     if given is None:
         return schema
     if "multipleOf" in schema:
-        has_low, has_high = (given.least, given.below) != (None, None), (given.most, given.above) != (None, None)
+        has_low = given.minimum is not None or given.exclusive_minimum is not None
+        has_high = given.maximum is not None or given.exclusive_maximum is not None
         return schema | ({} if has_low else {"minimum": MIN_INTEGER}) | ({} if has_high else {"maximum": -MIN_INTEGER})
-    lows = [given.least, None if given.below is None else nextafter(given.below, inf)]
-    highs = [given.most, None if given.above is None else nextafter(given.above, -inf)]
+    lows = [given.minimum, None if given.exclusive_minimum is None else nextafter(given.exclusive_minimum, inf)]
+    highs = [given.maximum, None if given.exclusive_maximum is None else nextafter(given.exclusive_maximum, -inf)]
     low = max((bound for bound in lows if bound is not None), default=-inf)
     high = min((bound for bound in highs if bound is not None), default=inf)
-    least, most = _inward(low, inf), _inward(high, -inf)
-    if low <= high and least > most:
+    minimum, maximum = _inward(low, inf), _inward(high, -inf)
+    if low <= high and minimum > maximum:
         path = join_path(where, next(key for key in _BOUNDS if schema.get(key) is not None))
         raise UsageError(f"{path}: this range of numbers cannot be held exactly", _WHY_MISREAD)
-    return _with_range(schema, least, most)
+    return _with_range(schema, minimum, maximum)
 
 
 def _inward(bound: float, toward: float) -> float:
@@ -214,21 +218,21 @@ def _bounded_integer(schema: dict[str, Any], where: str) -> dict[str, Any]:
     given = _range(schema)
     if given is None:
         return schema
-    lows = [MIN_INTEGER if given.least is None else ceil(given.least)]
-    highs = [MAX_INTEGER if given.most is None else floor(given.most)]
-    if given.below is not None:
-        lows.append(floor(given.below) + 1)
-    if given.above is not None:
-        highs.append(ceil(given.above) - 1)
+    lows = [MIN_INTEGER if given.minimum is None else ceil(given.minimum)]
+    highs = [MAX_INTEGER if given.maximum is None else floor(given.maximum)]
+    if given.exclusive_minimum is not None:
+        lows.append(floor(given.exclusive_minimum) + 1)
+    if given.exclusive_maximum is not None:
+        highs.append(ceil(given.exclusive_maximum) - 1)
     low, high = max(lows), min(highs)
     is_beyond = low > MAX_INTEGER or high < MIN_INTEGER
     if low > high and not is_beyond:
         return schema  # llguidance reports that the range has no integer
-    least, most = _up(low), _down(high)
-    if is_beyond or ((least, most) != (low, high) and most - least < MIN_ROUNDED_RANGE):
+    minimum, maximum = _up(low), _down(high)
+    if is_beyond or ((minimum, maximum) != (low, high) and maximum - minimum < MIN_ROUNDED_RANGE):
         path = join_path(where, next(key for key in _BOUNDS if schema.get(key) is not None))
         raise UsageError(f"{path}: this range of integers cannot be held exactly", _WHY_INEXACT)
-    return _with_range(schema, least, most)
+    return _with_range(schema, minimum, maximum)
 
 
 def _up(bound: int) -> int:

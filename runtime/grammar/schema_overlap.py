@@ -105,7 +105,7 @@ class Overlaps:
             return True
         if values is not None and others is not None and set(map(_text, values)).isdisjoint(map(_text, others)):
             return True
-        if types <= _NUMBERS and (_most(one) < _least(other) or _most(other) < _least(one)):
+        if types <= _NUMBERS and (_maximum(one) < _minimum(other) or _maximum(other) < _minimum(one)):
             return True
         if types != {"object"}:
             return False
@@ -196,11 +196,11 @@ def _property_of(schema: Mapping[str, Any], key: str) -> Iterator[Any]:
         yield schema["additionalProperties"]
 
 
-def _least(alternative: Alternative) -> float:
+def _minimum(alternative: Alternative) -> float:
     return max((number for number in _bounds(alternative, "minimum", "exclusiveMinimum")), default=-inf)
 
 
-def _most(alternative: Alternative) -> float:
+def _maximum(alternative: Alternative) -> float:
     return min((number for number in _bounds(alternative, "maximum", "exclusiveMaximum")), default=inf)
 
 

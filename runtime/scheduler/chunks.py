@@ -13,23 +13,23 @@ class PromptChunks:
 
     Args:
         cache: the KV cache, which may require that a chunk ends at a snapshot.
-        most_cost: maximum cost of the prompt tokens of a step with a bound, though one token is always allowed; None:
+        max_cost: maximum cost of the prompt tokens of a step with a bound, though one token is always allowed; None:
             no bound.
         cost: gives the cost of a prompt token at a position.
-        goal: maximum time of a step with a bound; it replaces `most_cost` once steps were measured.
+        goal: maximum time of a step with a bound; it replaces `max_cost` once steps were measured.
         whole: true if a prompt has to be computed in a single step.
     """
 
     def __init__(
         self,
         cache: Cache,
-        most_cost: float | None,
+        max_cost: float | None,
         cost: Callable[[int], float],
         *,
         goal: StepGoal | None = None,
         whole: bool = False,
     ) -> None:
-        self._cache, self._most_cost, self._cost, self._goal, self._whole = cache, most_cost, cost, goal, whole
+        self._cache, self._max_cost, self._cost, self._goal, self._whole = cache, max_cost, cost, goal, whole
 
     def cut(
         self,
@@ -74,5 +74,5 @@ class PromptChunks:
 
     def _bound(self, others: Sequence[ScheduledTokens]) -> float | None:
         if self._goal is None or not self._goal.is_measured:
-            return self._most_cost
+            return self._max_cost
         return self._goal.left(sum(one.num_tokens * self._cost(one.first) for one in others))

@@ -22,7 +22,7 @@ class RepeatedDecodes:
         self._states = [sequence.state for sequence in first.rows.sequences]
         self._num_planned = 0  # steps after the first
         # Number of repeats after which a sequence, or several, end by their length.
-        self._most = min(sequence.max_tokens - sequence.state.num_tokens for sequence in first.rows.sequences)
+        self._max_repeats = min(sequence.max_tokens - sequence.state.num_tokens for sequence in first.rows.sequences)
         self._growing: dict[int, list[int]] = {}  # rows whose token is the first of a block, by step modulo the stride
         for row, sequence in enumerate(first.rows.sequences):
             self._growing.setdefault((1 - sequence.state.num_computed_tokens) % stride, []).append(row)
@@ -30,7 +30,7 @@ class RepeatedDecodes:
     @property
     def are_over(self) -> bool:
         """True if the step cannot be repeated again, since a sequence ends by its length."""
-        return self._num_planned == self._most
+        return self._num_planned == self._max_repeats
 
     def growing_next(self) -> Sequence[int]:
         """Rows that begin a block in the next step."""

@@ -21,8 +21,8 @@ class TenantShares:
     def begin(self, tenant: str) -> None:
         """Notes that a sequence of this tenant has arrived."""
         if not self._unfinished[tenant]:
-            least = min((self._tokens[other] for other, count in self._unfinished.items() if count), default=0)
-            self._tokens[tenant] = max(self._tokens.get(tenant, 0), least)
+            min_tokens = min((self._tokens[other] for other, count in self._unfinished.items() if count), default=0)
+            self._tokens[tenant] = max(self._tokens.get(tenant, 0), min_tokens)
         self._unfinished[tenant] += 1
 
     def end(self, tenant: str) -> None:

@@ -3,8 +3,8 @@
 from enginewright.runtime.step.step_cost import StepCost
 
 AIM = 0.9  # share of the goal that a step is planned for, since no prediction is exact
-LEAST_S = 1e-9  # minimum of the seconds of a token, against division by zero
-LEAST_COST = 8.0  # tokens of prompts that a step always computes, so that prompts end even if the goal cannot be kept
+MIN_TOKEN_S = 1e-9  # minimum of the seconds of a token, against division by zero
+MIN_COST = 8.0  # tokens of prompts that a step always computes, so that prompts end even if the goal cannot be kept
 
 
 class StepGoal:
@@ -25,5 +25,5 @@ class StepGoal:
 
     def left(self, work: float) -> float:
         """Maximum cost of a step's prompts, given the cost of its other work. The unit is that of PromptCost."""
-        most = (AIM * self._seconds - self._cost.fixed) / max(self._cost.of_token, LEAST_S)
-        return max(most - work, LEAST_COST)
+        max_cost = (AIM * self._seconds - self._cost.fixed) / max(self._cost.of_token, MIN_TOKEN_S)
+        return max(max_cost - work, MIN_COST)

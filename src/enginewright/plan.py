@@ -18,14 +18,14 @@ from enginewright.errors import CorruptEngineError
 
 ARENA_ALIGN_BYTES = 64
 COLUMN_ALIGN = 64  # elements; rows of a buffer start at multiples of this (Buffer.stride)
-MOST_SHARED_BYTES = 227 << 10  # bytes of a block's shared memory on the GPUs with the most
+MAX_SHARED_BYTES = 227 << 10  # bytes of a block's shared memory on the GPUs with the most
 # The sizes that every step has: packed tokens of all sequences, sequences with at least one token in the step, and
 # tokens that need logits.
 COMMON_DIMS = ("tokens", "sequences", "logit_rows")
 # Hidden states of a step's tokens, f32 [tokens, columns]: an output, and the input of a plan that proposes draft
 # tokens.
 HIDDEN, HIDDEN_BEFORE = "hidden", "hidden_before"
-MOST_DIMS = 8  # dimensions of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for this number)
+MAX_DIMS = 8  # dimensions of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for this number)
 
 
 def _require(holds: object, fault: str) -> None:
@@ -401,7 +401,7 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     def check(self, dims: Sequence[str]) -> None:
         """Refuses blocks and grids that no GPU has."""
         _require(0 < self.threads <= 1024 and self.threads % 32 == 0, f"{self.kernel} has no block of threads")
-        _require(0 <= self.shared_bytes <= MOST_SHARED_BYTES, f"{self.kernel} has no shared memory of its size")
+        _require(0 <= self.shared_bytes <= MAX_SHARED_BYTES, f"{self.kernel} has no shared memory of its size")
         self.rows.check(dims, -(2**31), f"{self.kernel} has rows")
         for extent in self.grid:
             extent.check(dims, self.kernel)
@@ -497,7 +497,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
             CorruptEngineError: they do not, or are not; the message says what is wrong.
         """
         _require(self.dims[: len(COMMON_DIMS)] == COMMON_DIMS, f"its dims do not begin with {', '.join(COMMON_DIMS)}")
-        _require(len(set(self.dims)) == len(self.dims) <= MOST_DIMS, "two dims have one name, or there are too many")
+        _require(len(set(self.dims)) == len(self.dims) <= MAX_DIMS, "two dims have one name, or there are too many")
         _require(len({entry.name for entry in self.inputs}) == len(self.inputs), "two inputs have one name")
         for entry in self.inputs:
             entry.check(self.dims)

@@ -277,7 +277,7 @@ SOME_PRODUCTS = [PRODUCTS[0], PRODUCTS[4]]
 def test_matrix_products_are_called_as_engines_call_them(
     names: tuple[str, ...], counts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = gemm.Shape("gate_up", 64, 128, gated=True, most=counts[-1])
+    shape = gemm.Shape("gate_up", 64, 128, gated=True, max_tokens=counts[-1])
     monkeypatch.setattr(gemm, "TOKENS", counts)
     monkeypatch.setattr(gemm, "SHAPES", [shape])
     formats = [format for format in (*gemm.FORMATS, *gemm.HOPPER) if format.name in names]
@@ -296,7 +296,7 @@ def test_matrix_products_are_called_as_engines_call_them(
 
 
 def test_a_wrong_product_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = gemm.Shape("gate_up", 64, 128, gated=True, most=9)
+    shape = gemm.Shape("gate_up", 64, 128, gated=True, max_tokens=9)
     monkeypatch.setattr(gemm, "TOKENS", (7,))
     monkeypatch.setattr(gemm, "r16", lambda weight, gated: weight.view(torch.uint8).flatten())
     bench, call = EmulatedBench(), gemm.FORMATS[0].call(shape, "sm_90a")

@@ -10,7 +10,7 @@ from benchmarks.gpu.report import Report
 from tests.emulator.bench import EmulatedBench
 from tests.helpers.gpu_report import reported
 
-SHAPE = gemm.Shape("down", 32, 1024, most=9)
+SHAPE = gemm.Shape("down", 32, 1024, max_tokens=9)
 INT4 = next(format for format in gemm.FORMATS if format.name == "int4")
 
 

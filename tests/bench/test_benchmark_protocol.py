@@ -152,7 +152,7 @@ def test_ratios_are_those_of_rounds_to_the_best_setting_of_the_best_peer() -> No
     assert best is not None and (best.name, best.setting) == ("quick", "tuned")
     (ratio,) = ratios(measured())
     assert (ratio.ours, ratio.peer) == ("engine", "quick")
-    assert (ratio.value.median, ratio.value.least, ratio.value.most) == (1.5, pytest.approx(1.4), 1.5)
+    assert (ratio.value.median, ratio.value.min, ratio.value.max) == (1.5, pytest.approx(1.4), 1.5)
 
 
 def test_results_are_written_with_their_losses_and_without_folders(tmp_path: Path) -> None:

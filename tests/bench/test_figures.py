@@ -15,7 +15,7 @@ from enginewright_bench.figures import (
     Failure,
     Goodput,
     RequestRecord,
-    most_at_once,
+    max_in_flight,
     serve_figures,
     tokens_over_time,
 )
@@ -112,9 +112,9 @@ def test_requests_at_once_are_counted_at_every_moment() -> None:
     answers = random_answers(40, seed=3)
     moments = [answer.sent_s for answer in answers]
     expected = max(sum(a.sent_s <= moment < a.end_s for a in answers) for moment in moments)
-    assert most_at_once(answers) == expected > 1
+    assert max_in_flight(answers) == expected > 1
     one_after_another = [RequestRecord(1, sent_s=float(n), end_s=float(n + 1)) for n in range(3)]
-    assert most_at_once(one_after_another) == 1
+    assert max_in_flight(one_after_another) == 1
 
 
 @pytest.mark.parametrize(("max_bins", "min_bin_s"), [(60, 0.1), (7, 0.1), (60, 100.0)])

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.build import build_engine
 from enginewright.builder.calibration import Samples, calibrate
-from enginewright.builder.calibration.samples import LEAST_TOKENS, SAMPLE_TOKENS
+from enginewright.builder.calibration.samples import MIN_TOKENS, SAMPLE_TOKENS
 from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
@@ -151,7 +151,7 @@ def test_a_template_that_prints_the_date_prints_the_same_on_every_day(
         ("x.jsonl", b"\n  \n", "it is empty"),
         ("x.txt", b"", "it is empty"),
         ("x.txt", b" \n\t\n", "it is empty"),
-        ("x.txt", b"too short", f"none of its texts has {LEAST_TOKENS} tokens"),
+        ("x.txt", b"too short", f"none of its texts has {MIN_TOKENS} tokens"),
         ("x.txt", "Größe".encode("latin-1") * 99, "byte 2 is not UTF-8"),
         ("x.txt", "Größe".encode("utf-16"), "it is binary"),
         ("x", b"\x7fELF\x00\x01", "it is binary"),

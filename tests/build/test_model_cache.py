@@ -74,9 +74,9 @@ def test_the_method_is_the_closest_that_fits(checkpoint: Path, capsys: pytest.Ca
         try:
             sizes.setdefault(model_cache._fitting_method(opened, "cpu", memory), memory)
         except NotEnoughMemoryError as error:
-            least, text = memory, str(error)
+            refused, text = memory, str(error)
     assert "are available for it\nChoose a method with --quant, or a smaller model." in text
-    assert list(sizes) == ["int4-awq", "int8-wo"] and least < sizes["int4-awq"] < sizes["int8-wo"]
+    assert list(sizes) == ["int4-awq", "int8-wo"] and refused < sizes["int4-awq"] < sizes["int8-wo"]
     assert "is built with int4-awq: " in capsys.readouterr().err
     assert model_cache._fitting_method(opened, "cuda:sm_90a", 1 << 30) == "bf16"
 

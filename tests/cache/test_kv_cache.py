@@ -108,16 +108,16 @@ def test_what_is_reserved_is_there() -> None:
 @pytest.mark.parametrize(("window", "chunk", "block_size"), [(7, 1, 4), (7, 5, 4), (1, 3, 2), (8, 8, 4), (5, 2, 1)])
 def test_a_window_holds_no_more_than_is_reserved(window: int, chunk: int, block_size: int) -> None:
     """A window stays within its reservation however the text is split, and some split needs all but a block of it."""
-    kv, most = group(window, block_size), 0
+    kv, max_held = group(window, block_size), 0
     for first_chunk in range(1, chunk + 1):
         cache = Cache([kv], [1000], chunk)
         tables = opened(cache, 200)
         extended(cache, tables, 0, first_chunk)
         for start in range(first_chunk, 200 - chunk, chunk):
             extended(cache, tables, start, start + chunk)
-            most = max(most, len(tables[0].held))
+            max_held = max(max_held, len(tables[0].held))
     reserved = blocks_of(kv, 200, chunk)
-    assert reserved - 1 <= most <= reserved
+    assert reserved - 1 <= max_held <= reserved
 
 
 def test_what_was_reserved_to_one_is_not_reserved_to_another() -> None:

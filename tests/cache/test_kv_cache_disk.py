@@ -534,7 +534,7 @@ def test_an_entry_of_the_wrong_size_takes_no_room(tmp_path: Path) -> None:
 
 
 def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MOST_PENDING_BYTES", 3 * 100)
+    monkeypatch.setattr(disk, "MAX_PENDING_BYTES", 3 * 100)
     kept, may_write = store(tmp_path), threading.Event()
     kept._writer.submit(may_write.wait)
     saved(kept, range(5))
@@ -550,7 +550,7 @@ def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path: Path, mon
 
 
 def test_an_entry_of_any_size_is_kept_where_nothing_else_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MOST_PENDING_BYTES", 10)
+    monkeypatch.setattr(disk, "MAX_PENDING_BYTES", 10)
     kept = store(tmp_path)
     assert kept.has_room(0)
     kept.close()

@@ -107,8 +107,8 @@ def test_progress_counts_answers_and_tokens(llm: LLM) -> None:
 def test_a_text_ends_at_its_limits(llm: LLM) -> None:
     prompt = prompts_of([150])[0]
     assert len(first_only(llm, prompt, max_tokens=1).token_ids) == 1
-    for most in (None, 50, 1000):
-        result = first_only(llm, prompt, max_tokens=most)
+    for max_tokens in (None, 50, 1000):
+        result = first_only(llm, prompt, max_tokens=max_tokens)
         assert (len(result.token_ids), result.finish_reason) == (50, "length")
 
 

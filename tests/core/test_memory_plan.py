@@ -128,10 +128,10 @@ def test_the_arithmetic(
     assert result.kv_bytes == sum(count * block[kv] for count, kv in zip(result.num_blocks, groups, strict=True))
     assert one <= result.kv_bytes <= memory + 1
     for kv, count in zip(groups, result.num_blocks, strict=True):
-        most = blocks_of(kv, longest, chunk)
-        assert most <= count <= most * sequences
+        max_blocks = blocks_of(kv, longest, chunk)
+        assert max_blocks <= count <= max_blocks * sequences
         # Nothing that would be of use is left over.
-        assert count == most * sequences or memory + 1 - result.kv_bytes < block[kv]
+        assert count == max_blocks * sequences or memory + 1 - result.kv_bytes < block[kv]
     assert result.arena_bytes == naive_arena(buffers, limits)
 
 
@@ -232,5 +232,5 @@ def test_a_recurrent_state_takes_a_slot_and_a_snapshot_a_sequence() -> None:
     with pytest.raises(NotEnoughMemoryError):
         plan_memory(plan, replace(config, kv_cache_memory=one - 1))
     assert plan_memory(plan, replace(config, kv_cache_memory=one + 2 * (32 * 32 + 2 * 320))).num_blocks == (18, 6)
-    most = plan_memory(plan, replace(config, kv_cache_memory=1 << 30))
-    assert most.num_blocks == (48, 6) and most.kv_bytes == 3 * one
+    ample = plan_memory(plan, replace(config, kv_cache_memory=1 << 30))
+    assert ample.num_blocks == (48, 6) and ample.kv_bytes == 3 * one

@@ -74,9 +74,9 @@ def asked(seed: int, count: int = 110) -> list[Ask]:
     asks = []
     for index in range(count):
         prompt = shared[: random.choice([0, 5, 40, 66])] + random.integers(3, 300, random.integers(1, 12)).tolist()
-        most = int(random.integers(1, 100))
-        given = {"ignore_eos": True, "seed": index, "max_tokens": most, **KINDS[index % len(KINDS)]}
-        params = SamplingParams(**given | {"min_tokens": min(most, given.get("min_tokens", 0))})
+        max_tokens = int(random.integers(1, 100))
+        given = {"ignore_eos": True, "seed": index, "max_tokens": max_tokens, **KINDS[index % len(KINDS)]}
+        params = SamplingParams(**given | {"min_tokens": min(max_tokens, given.get("min_tokens", 0))})
         leave = int(random.integers(0, 20)) if random.random() < 0.2 else None
         asks.append(Ask(prompt, params, at=int(random.integers(0, 100)), leave=leave, rises=index % 5 == 0))
     return asks

@@ -9,7 +9,7 @@ from enginewright.errors import UsageError
 from enginewright.plan import step_sizes
 from enginewright.runtime.step.sequence import TokenSequence
 from enginewright.runtime.step.step_cost import StepCost
-from enginewright.runtime.step.step_goal import AIM, LEAST_COST, StepGoal
+from enginewright.runtime.step.step_goal import AIM, MIN_COST, StepGoal
 from enginewright.runtime.step.work_class import AGE_S, BATCH, BEST_EFFORT, WorkClass
 from tests.helpers.scheduler_watch import BLOCK, LONGEST, VOCAB, Watch, group, recurrent, sequence_of
 
@@ -215,4 +215,4 @@ def test_a_goal_is_kept_once_steps_were_measured() -> None:
         cost.learn(work, 0.020 + 0.0004 * work)
         work = 16 + goal.left(16)
     assert goal.is_measured and work == pytest.approx((AIM * 0.060 - 0.020) / 0.0004, rel=0.05)
-    assert goal.left(1000) == LEAST_COST
+    assert goal.left(1000) == MIN_COST

@@ -117,8 +117,8 @@ def check_engine(family: str, quant: str, kv: str, *, batch_invariant: bool | No
         bound = bound_of_fp8(graph, tokens, expected)
     else:
         bound = tolerances.ENGINE_GRAPH[activations if kv == "bf16" else f"{kv} KV"]
-    least = tolerances.ENGINE_GRAPH["latent"] if family in WITH_LATENT else 0.0
-    assert relative_error(logits, expected) < max(bound, least)
+    min_bound = tolerances.ENGINE_GRAPH["latent"] if family in WITH_LATENT else 0.0
+    assert relative_error(logits, expected) < max(bound, min_bound)
     activations += " latent" if activations == "fp8" and family in WITH_LATENT else ""
     bound = tolerances.HYBRID_GPU_CPU if family in HYBRIDS else tolerances.GPU_CPU[activations]
     assert relative_error(logits, on_cpu) < bound

@@ -80,7 +80,7 @@ def test_given_limits_stand_in_place_of_the_formats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "limit", "least", "passed"),
+    ("value", "limit", "is_minimum", "passed"),
     [
         (0.1, 0.1, False, True),
         (0.11, 0.1, False, False),
@@ -92,6 +92,6 @@ def test_given_limits_stand_in_place_of_the_formats() -> None:
     ],
 )
 def test_a_limit_itself_passes_and_no_number_does_not(
-    value: float | None, limit: float | None, least: bool, passed: bool
+    value: float | None, limit: float | None, is_minimum: bool, passed: bool
 ) -> None:
-    assert Check("x", "x", value, limit, least).passed is passed
+    assert Check("x", "x", value, limit, is_minimum).passed is passed

@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_left_out_of_intervals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "least", "sure"),
+    ("limit", "is_minimum", "sure"),
     [
         (0.9, False, False),
         (0.4, False, True),
@@ -158,9 +158,9 @@ def test_what_is_not_finite_is_left_out_of_intervals() -> None:
         (1.2, True, True),
     ],
 )
-def test_sure_is_beyond_the_interval(limit: float, least: bool, sure: bool) -> None:
-    assert Check("x", "", 0.8, limit, least, (0.5, 1.0)).sure is sure
-    assert Check("x", "", 0.8, limit, least).sure
+def test_sure_is_beyond_the_interval(limit: float, is_minimum: bool, sure: bool) -> None:
+    assert Check("x", "", 0.8, limit, is_minimum, (0.5, 1.0)).sure is sure
+    assert Check("x", "", 0.8, limit, is_minimum).sure
 
 
 def test_reports_of_older_builds_are_shown_as_they_were() -> None:

@@ -155,7 +155,7 @@ def test_a_build_for_gpus_alone_is_measured(
 
 def test_a_target_that_fails_is_on_the_page() -> None:
     """A target that fails is on the page, whatever others do."""
-    checks = [Check("kl", "", value, 0.5, least=False) for value in (0.25, 0.75)]
+    checks = [Check("kl", "", value, 0.5, is_minimum=False) for value in (0.25, 0.75)]
     whole, layer = Distance(1, 0, 0.0, 0.0, 1.0, 1.0, 1.0), LayerError("model.layers.0.mlp.down_proj", "bf16", 1, 0.0)
     measured = [
         Measured(isa, (check,), whole, (), (PositionRange(0, 1, 0.0),), (layer,))

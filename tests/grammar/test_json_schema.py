@@ -48,10 +48,10 @@ class Order(BaseModel):
     note: str | None = None
 
 
-def written(schema: dict[str, Any], choices: st.DataObject, most: int = 120) -> str | None:
+def written(schema: dict[str, Any], choices: st.DataObject, max_chars: int = 120) -> str | None:
     """A text of those that a schema allows, each byte chosen; None: it has not ended."""
     found, text = matcher(schema), bytearray()
-    while len(text) < most:
+    while len(text) < max_chars:
         if found.is_stopped():
             break
         mask = found.compute_bitmask()

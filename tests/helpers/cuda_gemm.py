@@ -27,7 +27,7 @@ WEIGHTS = {
     "fp8a8": "e4m3",
 }
 X_TYPES = {"w8a8": "i8", "fp8a8": "e4m3"}  # of x, where it is not bf16
-MOST_TOKENS = 1100
+MAX_TOKENS = 1100
 E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float64)
 
 
@@ -138,7 +138,7 @@ class Problem:
             self.weights["scale"] = torch.rand(of_rows, generator=generator) * 0.02 + 0.001
         if gemm.bias:
             self.weights["bias"] = normal(gemm.rows) * 3
-        x, x_scale = normal(MOST_TOKENS, gemm.columns), torch.rand(MOST_TOKENS, gemm.groups, generator=generator)
+        x, x_scale = normal(MAX_TOKENS, gemm.columns), torch.rand(MAX_TOKENS, gemm.groups, generator=generator)
         self.x = x[: self.tokens].bfloat16()  # a token is the same in any batch
         self.x_scale = x_scale[: self.tokens] * 0.1 + 0.01
         if gemm.x_type == "i8":

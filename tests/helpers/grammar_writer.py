@@ -74,9 +74,9 @@ class Writer:
             self.take(BYTE[bytes([byte])])
         return END in self.allowed
 
-    def write_all(self, choose: Callable[[list[int]], int], most: int = 400) -> bool:
+    def write_all(self, choose: Callable[[list[int]], int], max_tokens: int = 400) -> bool:
         """Generates until the end; False if it has not come."""
-        while self.tokens[-1:] != [END] and len(self.tokens) < most:
+        while self.tokens[-1:] != [END] and len(self.tokens) < max_tokens:
             self.take(choose(sorted(self.allowed)))
         return self.tokens[-1:] == [END]
 

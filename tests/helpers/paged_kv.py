@@ -81,8 +81,8 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 def nibbles_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows padded to groups of 32, as codes (uint8, one a number), and [..., groups, (scale, zero)] in bf16."""
     x = torch.nn.functional.pad(rows.float(), (0, -rows.shape[-1] % 32)).unflatten(-1, (-1, 32))
-    least, span, tiny = x.amin(-1), x.amax(-1) - x.amin(-1), torch.tensor(2.0**-100)
-    first, step = least.bfloat16().float(), (span / 15).bfloat16().float()
+    minimum, span, tiny = x.amin(-1), x.amax(-1) - x.amin(-1), torch.tensor(2.0**-100)
+    first, step = minimum.bfloat16().float(), (span / 15).bfloat16().float()
     zero = torch.where(first.abs() < torch.maximum(step * 2**-10, tiny), 0, first)
     scale = torch.where(step < torch.maximum(first.abs() * 2**-14, tiny), 0, step)
     inverse = torch.where(scale > 0, 1 / scale, 0)
@@ -101,12 +101,13 @@ def bits(values: torch.Tensor) -> NDArray[np.generic]:
 
 def codes_of(rows: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as int8 or FP8, and their scales [..., 1] in fp32."""
-    rows, most = rows.float(), {"i8": 127, "e4m3": 448}[dtype]
+    rows, code_max = rows.float(), {"i8": 127, "e4m3": 448}[dtype]
     largest = rows.abs().amax(-1, keepdim=True)
-    factor = torch.full_like(largest, most) / largest  # most / largest would be most * (1 / largest), rounded twice
+    # code_max / largest would be code_max * (1 / largest), rounded twice.
+    factor = torch.full_like(largest, code_max) / largest
     numbers = (rows * factor).nan_to_num(0)
     codes = numbers.round().to(torch.int8) if dtype == "i8" else numbers.to(torch.float8_e4m3fn)
-    return codes, largest / most
+    return codes, largest / code_max
 
 
 def stored(rows: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -45,8 +45,8 @@ def noise(seed: int, choice: int, position: int, vocab: int) -> Floats:
         return words, -np.log1p(-((words >> 6) + 0.5) / 2**26)
 
     tokens = np.arange(vocab, dtype=np.uint64)
-    words, least = drawn(2**31 + tokens // 64)
-    return least / 64 + np.where(tokens % 64 == words % 64, 0.0, drawn(tokens)[1])
+    words, group_min = drawn(2**31 + tokens // 64)
+    return group_min / 64 + np.where(tokens % 64 == words % 64, 0.0, drawn(tokens)[1])
 
 
 def adjusted(logits: NDArray[np.float32], params: SamplingParams, prompt: list[int], output: list[int]) -> Floats:

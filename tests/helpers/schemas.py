@@ -30,8 +30,8 @@ def closed(required: str = "", **properties: Schema) -> Schema:
     }
 
 
-def some(items: Schema, least: int, most: int) -> Schema:
-    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+def some(items: Schema, min_items: int, max_items: int) -> Schema:
+    return {"type": "array", "items": items, "minItems": min_items, "maxItems": max_items}
 
 
 POINT = closed("x y", x=COUNT, y=COUNT)

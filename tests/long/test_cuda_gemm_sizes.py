@@ -53,6 +53,6 @@ def test_a_token_has_the_same_bits_in_any_company(format: str, seed: int) -> Non
     gemm = replace(shape(format, seed, wgmma=False), batch_invariant=True, large=False)
     cases = [(gemm, tokens) for tokens in (*TOKENS, 64)] + [(replace(gemm, large=True), 130)]
     kernels = compiled(cases)
-    *results, most = [Problem(*case, seed).run(kernels) for case in cases]
+    *results, longest = [Problem(*case, seed).run(kernels) for case in cases]
     for (_, tokens), result in zip(cases, results, strict=False):
-        assert torch.equal(result, most[:tokens]), (gemm, tokens)
+        assert torch.equal(result, longest[:tokens]), (gemm, tokens)

@@ -25,7 +25,7 @@ def test_a_sound_build_passes(quant: QuantConfig, kv_cache_dtype: str, smollm2_f
     assert report.quality.measured is not None
     for check in report.quality.measured.checks:
         assert check.value is not None and check.limit is not None
-        if check.least:
+        if check.is_minimum:
             assert 1 - check.value <= ROOM * (1 - check.limit), check
         else:
             assert check.value <= ROOM * check.limit or check.name == "ppl", check

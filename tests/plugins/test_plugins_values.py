@@ -149,8 +149,8 @@ def as_stored(rows: Doubles, stored: float) -> Doubles:
         codes, scale = quantized(rows, 0)
         return codes * scale
     if stored == ir.DataType.UINT8:  # one group of 32, of which zeros are the rest
-        least = np.minimum(rows.min(axis=-1, keepdims=True), 0)
-        first, scale = low(least), low((np.maximum(rows.max(axis=-1, keepdims=True), 0) - least) / 15)
+        minimum = np.minimum(rows.min(axis=-1, keepdims=True), 0)
+        first, scale = low(minimum), low((np.maximum(rows.max(axis=-1, keepdims=True), 0) - minimum) / 15)
         return low(np.round((rows - first) / scale).clip(0, 15) * scale + first)
     scale = np.abs(rows).max(axis=-1, keepdims=True) / 448
     return (rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
@@ -292,11 +292,11 @@ def quantized(x: Doubles, group: float, given: Doubles | None = None, to: float 
     largest = np.maximum.reduceat(np.abs(x), starts, axis=-1)
     if given is not None:
         largest = np.broadcast_to(given, largest.shape)
-    most = 127 if to == ir.DataType.INT8 else 448
-    numbers = (x * most / by_runs(largest, group, width)).clip(-most, most)
+    code_max = 127 if to == ir.DataType.INT8 else 448
+    numbers = (x * code_max / by_runs(largest, group, width)).clip(-code_max, code_max)
     if to == ir.DataType.INT8:
-        return [np.round(numbers), largest / most]
-    return [numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float64), largest / most]
+        return [np.round(numbers), largest / code_max]
+    return [numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float64), largest / code_max]
 
 
 def normed(x: Doubles, weight: Doubles, a: Attributes, given: Doubles | None) -> list[Doubles]:
@@ -492,6 +492,6 @@ def test_rows_that_are_not_finite_have_no_scale_and_rows_of_nothing_have_scale_0
     x = np.random.default_rng(0).standard_normal((7, 11)).astype(np.float32)
     x[1, 3], x[2, 10], x[3, 0], x[4], x[5] = np.nan, np.inf, -np.inf, 0.0, x[5] * np.float32(2.0**-125)
     codes, scale = run(model_of(case.node()), {"x": x}).values()
-    codes, most = codes.astype(np.float64), 127 if to == ir.DataType.INT8 else 448
+    codes, code_max = codes.astype(np.float64), 127 if to == ir.DataType.INT8 else 448
     assert np.isnan(scale[1:4]).all() and not scale[4:6].any() and not codes[4:6].any()
-    assert (scale[[0, 6]] > 0).all() and (np.abs(codes[[0, 6]]).max(axis=1) == most).all()
+    assert (scale[[0, 6]] > 0).all() and (np.abs(codes[[0, 6]]).max(axis=1) == code_max).all()

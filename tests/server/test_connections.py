@@ -313,18 +313,18 @@ def test_descriptors_do_not_run_out() -> None:
             return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
 
         first = connect()
-        most = 0
+        max_files = 0
         for _ in range(3):
             crowd = [connect() for _ in range(300)]
             said = read_to_end(crowd[-1])  # it is answered, or closed at once: all before it have been seen
-            most = max(most, len(list(Path(f"/proc/{opened.pid}/fd").iterdir())))
+            max_files = max(max_files, len(list(Path(f"/proc/{opened.pid}/fd").iterdir())))
             assert said == b"" or b" 503 " in said.splitlines()[0]
             first.sendall(HEALTH)
             assert b" 200 " in read_answer(first).splitlines()[0], "who was there first is served"
             for connection in crowd:
                 connection.close()
             wait_until(lambda: is_served(port))
-        assert 100 < most < 240
+        assert 100 < max_files < 240
         opened.terminate()
         _, log = opened.communicate(timeout=20)
         assert opened.returncode == 0 and len(log.splitlines()) <= 1, log[:2000]

@@ -14,7 +14,7 @@ from tests.helpers.breadth import every_third
 from tests.helpers.hostile_messages import feed, hostile_messages
 
 SHORT, LONG = 500, 2000  # characters
-MOST_MORE = 6  # times the work for a text four times as long; of a square it would be 16
+MAX_GROWTH = 6  # times the work for a text four times as long; of a square it would be 16
 
 
 @dataclass
@@ -92,10 +92,10 @@ def check_work_is_linear(calls: CallFormat, num_short: int, num_long: int, size:
     pairs = zip(hostile_messages(calls, num_short), hostile_messages(calls, num_long), strict=True)
     for (name, short), (_, long) in pairs:
         feed(calls, short, size)
-        least = work.reset()
+        short_work = work.reset()
         feed(calls, long, size)
-        assert least >= len(short), "the text itself is counted"
-        assert work.reset() < MOST_MORE * least, name
+        assert short_work >= len(short), "the text itself is counted"
+        assert work.reset() < MAX_GROWTH * short_work, name
 
 
 def test_the_count_sees_a_square(work: Work) -> None:
@@ -106,4 +106,4 @@ def test_the_count_sees_a_square(work: Work) -> None:
             Marks("<tool_call>").find("x" * end, 0, is_end=False)
         return work.reset()
 
-    assert search_again(LONG) > MOST_MORE * search_again(SHORT)
+    assert search_again(LONG) > MAX_GROWTH * search_again(SHORT)

@@ -23,7 +23,7 @@ from enginewright.errors import CorruptEngineError
 from enginewright.plan import (
     HIDDEN,
     HIDDEN_BEFORE,
-    MOST_DIMS,
+    MAX_DIMS,
     BufferOperand,
     CacheOperand,
     Input,
@@ -236,9 +236,9 @@ class CudaExecutor:
                 return memory.address + group.offset_bytes(operand.layer, operand.part)
 
 
-def buckets_for(most: int) -> tuple[int, ...]:
-    """Numbers of sequences for which graphs are captured, if a step has at most `most` sequences."""
-    largest = min(most, BUCKETS[-1])
+def buckets_for(max_sequences: int) -> tuple[int, ...]:
+    """Numbers of sequences for which graphs are captured, if a step has at most `max_sequences` sequences."""
+    largest = min(max_sequences, BUCKETS[-1])
     return (*(count for count in BUCKETS if count < largest), largest)
 
 
@@ -260,7 +260,7 @@ class _Inputs:
         self._device = device
         vectors = [entry for entry in inputs if entry.columns.at(limits) == entry.columns.constant]
         tables = [entry for entry in inputs if entry not in vectors]
-        offset, offsets = 4 * MOST_DIMS, {}
+        offset, offsets = 4 * MAX_DIMS, {}
         for entry in (*vectors, *tables):
             offset = -(-offset // ALIGN) * ALIGN
             offsets[entry.name] = offset

@@ -27,16 +27,16 @@ def rows() -> np.ndarray:
 
 def quantized(x: np.ndarray, group: int, to: str) -> tuple[np.ndarray, np.ndarray]:
     """q [rows, columns] and scale [rows, runs] as quantize_rows.py has them."""
-    most, least = {"i8": (127, 2.0**-120), "e4m3": (448, 2.0**-118)}[to]
+    code_max, tiny_max = {"i8": (127, 2.0**-120), "e4m3": (448, 2.0**-118)}[to]
     q, scales = np.zeros(x.shape, NUMPY[to]), []
     for begin in range(0, COLUMNS, group or COLUMNS):
         run = x[:, begin : begin + (group or COLUMNS)]
         largest = np.abs(run).max(1, initial=0.0, keepdims=True)
-        tiny = largest < np.float32(least)
+        tiny = largest < np.float32(tiny_max)
         with np.errstate(all="ignore"):
-            factor = np.where(tiny, np.float32(0), np.float32(most) / largest)
-            numbers = np.nan_to_num(np.clip(run * factor, -most, most))
-            scale = np.where(tiny, np.float32(0), largest / np.float32(most)) + (run * 0).sum(1, keepdims=True)
+            factor = np.where(tiny, np.float32(0), np.float32(code_max) / largest)
+            numbers = np.nan_to_num(np.clip(run * factor, -code_max, code_max))
+            scale = np.where(tiny, np.float32(0), largest / np.float32(code_max)) + (run * 0).sum(1, keepdims=True)
         codes = np.rint(numbers) if to == "i8" else numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         q[:, begin : begin + run.shape[1]] = codes
         scales.append(scale)

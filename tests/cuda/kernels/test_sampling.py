@@ -321,12 +321,12 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
     vocab, threads = SMALL
     launch = _launch(vocab, threads)
     device = CountingDevice(Specialization(SAMPLING_SOURCES["sample_rows"], launch.kernel))
-    most = len(MIXTURE) + 2
-    logits_there, sizes_there = device.allocate(most * _stride(vocab) * 4), device.allocate(32)
-    known_there = device.allocate(most * 4)  # zeros: also the places of the rows among the tokens
+    max_rows = len(MIXTURE) + 2
+    logits_there, sizes_there = device.allocate(max_rows * _stride(vocab) * 4), device.allocate(32)
+    known_there = device.allocate(max_rows * 4)  # zeros: also the places of the rows among the tokens
     named = msgspec.structs.replace(launch, kernel="sample")
     places = {"sizes": sizes_there, "logits": logits_there, "known": known_there, "logit_rows": known_there}
-    limits = SamplerLimits.of(most, length=2 * vocab, vocab=vocab, num_ends=2)
+    limits = SamplerLimits.of(max_rows, length=2 * vocab, vocab=vocab, num_ends=2)
     sampler = DeviceSampler(named, limits, places, device)
     taken = len(device._memory)
 
@@ -360,9 +360,9 @@ def test_one_copy_goes_there_and_one_comes_back() -> None:
 
     biases = dict.fromkeys(range(1, vocab), 0.25)
     params = SamplingParams(seed=1, repetition_penalty=1.4, temperature=0.3, logprobs=0, logit_bias=biases)
-    logits = np.concatenate([logits] * 2)[:most]
-    long = [[request(params, vocab, list(range(vocab))) for _ in range(most)] for _ in range(2)]
-    assert sum(len(one.history) + len(one.biases) for one in long[0]) >= limits.entries - 2 * most
+    logits = np.concatenate([logits] * 2)[:max_rows]
+    long = [[request(params, vocab, list(range(vocab))) for _ in range(max_rows)] for _ in range(2)]
+    assert sum(len(one.history) + len(one.biases) for one in long[0]) >= limits.entries - 2 * max_rows
     for one, other in zip(Sampler(draw).sample(logits, long[0]), Sampler().sample(logits, long[1]), strict=True):
         assert one.token == other.token
     assert len(device._memory) == taken
