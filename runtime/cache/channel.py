@@ -16,6 +16,7 @@ import hmac
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
@@ -24,6 +25,7 @@ from enginewright.errors import EngineError
 
 MAGIC = b"ew-kv-01"
 TIMEOUT_S = 5.0  # maximum seconds without a byte from the other end
+MAX_CONNECTION_S = 30.0  # maximum seconds of a connection
 HASH_BYTES = 32
 MAX_FACTS_BYTES = 4096
 MIN_SECRET_BYTES = 16
@@ -42,10 +44,11 @@ class Channel:
         connection: the socket. The channel closes it.
         own_key: key of the frames that are sent.
         other_key: key of the frames that are received.
+        until: time.monotonic at which the connection has to be over, in seconds.
     """
 
-    def __init__(self, connection: socket.socket, own_key: bytes, other_key: bytes) -> None:
-        self._socket = connection
+    def __init__(self, connection: socket.socket, own_key: bytes, other_key: bytes, until: float) -> None:
+        self._socket, self._until = connection, until
         self._own_key, self._other_key = own_key, other_key
         self._num_sent = self._num_received = 0
 
@@ -62,7 +65,7 @@ class Channel:
         Raises:
             TransferError: it is not reachable, does not know the secret, or has other facts.
         """
-        where = f"{host}:{port}"
+        where, until = f"{host}:{port}", time.monotonic() + MAX_CONNECTION_S
         try:
             connection = socket.create_connection((host, port), TIMEOUT_S)
         except OSError as error:
@@ -70,12 +73,12 @@ class Channel:
         try:
             challenge = os.urandom(HASH_BYTES)
             connection.sendall(MAGIC + challenge)
-            channel = cls(connection, *_keys(secret, challenge, _receive(connection, HASH_BYTES)))
+            channel = cls(connection, *_keys(secret, challenge, _receive(connection, HASH_BYTES, until)), until)
             channel.send(json.dumps(facts).encode())
             differing = json.loads(channel.receive(MAX_FACTS_BYTES))
         except TransferError as error:
             connection.close()
-            raise TransferError(f"{where} has ended the connection", "its secret may differ") from error
+            raise TransferError(f"{where} has ended the connection", "its secret may differ, or it is busy") from error
         except OSError as error:
             connection.close()
             raise TransferError(f"{where} does not answer", error.strerror or str(error)) from error
@@ -97,12 +100,12 @@ class Channel:
             TransferError: the client does not know the secret, has other facts, or is none of this protocol.
             OSError: the connection is lost.
         """
-        connection.settimeout(TIMEOUT_S)
-        if _receive(connection, len(MAGIC)) != MAGIC:
+        until = time.monotonic() + MAX_CONNECTION_S
+        if _receive(connection, len(MAGIC), until) != MAGIC:
             raise TransferError("a client of another protocol has connected")
-        theirs, challenge = _receive(connection, HASH_BYTES), os.urandom(HASH_BYTES)
+        theirs, challenge = _receive(connection, HASH_BYTES, until), os.urandom(HASH_BYTES)
         connection.sendall(challenge)
-        channel = cls(connection, *reversed(_keys(secret, theirs, challenge)))
+        channel = cls(connection, *reversed(_keys(secret, theirs, challenge)), until)
         given = json.loads(channel.receive(MAX_FACTS_BYTES))
         names = sorted(facts.keys() | given.keys())
         differing = [name for name in names if facts.get(name) != given.get(name)]
@@ -119,6 +122,7 @@ class Channel:
         """Sends a frame."""
         tag = _tag(self._own_key, self._num_sent, content)
         self._num_sent += 1
+        _wait_less(self._socket, self._until)
         self._socket.sendall(len(content).to_bytes(8, "little"))
         self._socket.sendall(content)
         self._socket.sendall(tag)
@@ -132,13 +136,13 @@ class Channel:
         Raises:
             TransferError: it is longer, was altered, or the connection has ended.
         """
-        size = int.from_bytes(_receive(self._socket, 8), "little")
+        size = int.from_bytes(_receive(self._socket, 8, self._until), "little")
         if size > max_bytes:
             raise TransferError("a frame is too long", f"{size} bytes where at most {max_bytes} belong")
-        content = _receive(self._socket, size)
+        content = _receive(self._socket, size, self._until)
         tag = _tag(self._other_key, self._num_received, content)
         self._num_received += 1
-        if not hmac.compare_digest(tag, _receive(self._socket, HASH_BYTES)):
+        if not hmac.compare_digest(tag, _receive(self._socket, HASH_BYTES, self._until)):
             raise TransferError("a frame was altered on the way, or the secrets differ")
         return content
 
@@ -160,10 +164,16 @@ def _tag(key: bytes, number: int, content: Any) -> bytes:
     return tag.digest()
 
 
-def _receive(connection: socket.socket, size: int) -> bytearray:
+def _wait_less(connection: socket.socket, until: float) -> None:
+    """Lets the next operation of a socket wait at most TIMEOUT_S, and not beyond `until`."""
+    connection.settimeout(max(min(TIMEOUT_S, until - time.monotonic()), 0.001))
+
+
+def _receive(connection: socket.socket, size: int, until: float) -> bytearray:
     content = bytearray(size)
     view = memoryview(content)
     while view:
+        _wait_less(connection, until)
         count = connection.recv_into(view)
         if not count:
             raise TransferError("the connection has ended in the middle of a frame")

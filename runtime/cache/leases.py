@@ -11,6 +11,7 @@ After the handshake of `channel.py`, a client fetches one lease:
 
 import logging
 import os
+import socket
 import socketserver
 import struct
 import threading
@@ -88,6 +89,23 @@ class _Lease(msgspec.Struct, frozen=True):
     ends: float  # time.monotonic after which it cannot be fetched, in seconds
 
 
+class _TcpServer(socketserver.ThreadingTCPServer):
+    """Calls a function with each connection, in a thread of its own."""
+
+    allow_reuse_address = daemon_threads = True
+
+    def __init__(self, host: str, port: int, serve: Callable[[socket.socket], None]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._serve = serve
+        super().__init__((host, port), socketserver.BaseRequestHandler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        self._serve(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.exception("a client of the KV leases could not be served")
+
+
 class LeaseServer:
     """Keeps leases in memory and serves them over TCP, in threads of its own.
 
@@ -112,18 +130,10 @@ class LeaseServer:
         self.num_sent_bytes = 0  # since the start
         self.num_expired = 0  # leases that nobody has fetched in time, or that ended for others
 
-        server = self
-
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                server._serve(self.request)
-
-        socketserver.ThreadingTCPServer.allow_reuse_address = True
         try:
-            self._server = socketserver.ThreadingTCPServer((host, port), Handler)
+            self._server = _TcpServer(host, port, self._serve)
         except OSError as error:
             raise UsageError(f"kv_listen {host}:{port} is not available", error.strerror or str(error)) from error
-        self._server.daemon_threads = True
         self._host, self.port = host, self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="kv-leases", daemon=True).start()
 
@@ -158,7 +168,7 @@ class LeaseServer:
         if ended is not None:
             self.num_bytes -= ended.num_bytes
 
-    def _serve(self, connection: Any) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         """Serves one client until it has fetched a lease, or breaks the protocol."""
         if not self._clients.acquire(blocking=False):
             return

@@ -222,6 +222,7 @@ class EngineCore:
                 work=work,
                 is_beam=True,
             )
+            first.cache.fetched = fetched
             request.completions.append(Completion(params, 0, first, self._detokenizer(request, prompt), None))
             return request
         logprobs = params.logprobs

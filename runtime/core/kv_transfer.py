@@ -46,7 +46,7 @@ class KvTransfer:
         self._fetcher: LeaseFetcher | None = None
         if config.kv_role in ("prefill", "both"):
             host, _, port = (config.kv_listen or DEFAULT_LISTEN).rpartition(":")
-            self._leases = LeaseServer(host, int(port), self._secret, facts)
+            self._leases = LeaseServer(host.strip("[]"), int(port), self._secret, facts)
         if config.kv_role in ("decode", "both"):
             self._fetcher = LeaseFetcher(self._secret, facts, self._place_bytes)
 

@@ -157,6 +157,9 @@ async def _engines(model: Model, config: ServerConfig, limits: dict[str, Any], *
     files = files_of([model] if isinstance(model, str | Path) else model)
     if len(files) > 1 and runtime.kv_events is not None:
         raise UsageError("kv_events is for one engine", f"{len(files)} cannot share an address")
+    if len(files) > 1 and runtime.kv_listen is not None:
+        fix = "Leave it out: each engine then listens on a free port, and its leases name it."
+        raise UsageError("kv_listen is for one engine", f"{len(files)} cannot share an address", fix)
     if len(files) > 1 or config.on_demand:
         return Engines.of_files(files, config, runtime, verify=verify)
     engine = open_engine(files[0], runtime.device, verify=verify)

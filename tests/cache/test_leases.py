@@ -4,12 +4,14 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import closing
 
 import pytest
 
 from enginewright.errors import UsageError
+from enginewright.runtime.cache import channel
 from enginewright.runtime.cache.channel import Channel, TransferError
 from enginewright.runtime.cache.leases import LeaseFetcher, LeaseServer, RemotePrefix
 from tests.helpers.serving import wait_until
@@ -54,10 +56,10 @@ def test_entries_that_are_present_do_not_move(server: LeaseServer) -> None:
 
 def test_a_lease_that_was_interrupted_can_be_fetched_again(server: LeaseServer) -> None:
     remote = hold(server)
-    channel = Channel.connect("127.0.0.1", server.port, SECRET, FACTS)
-    channel.send(bytes.fromhex(remote.lease))
-    channel.receive(1 << 20)
-    channel.close()
+    client = Channel.connect("127.0.0.1", server.port, SECRET, FACTS)
+    client.send(bytes.fromhex(remote.lease))
+    client.receive(1 << 20)
+    client.close()
     assert fetched(remote) == ENTRIES
 
 
@@ -96,27 +98,26 @@ def test_a_server_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_frame_that_is_altered_or_repeated() -> None:
     ours, theirs = socket.socketpair()
-    sender, receiver = Channel(ours, b"a", b"b"), Channel(theirs, b"b", b"a")
+    until = time.monotonic() + 60
+    sender, receiver = Channel(ours, b"a", b"b", until), Channel(theirs, b"b", b"a", until)
     sender.send(b"first")
     assert receiver.receive(10) == b"first"
     sender.send(b"second")
     frame = bytearray(theirs.recv(1000))
     frame[9] ^= 1
     ours.sendall(frame)
-    theirs_again = Channel(theirs, b"b", b"a")
     middle, end = socket.socketpair()
     middle.sendall(frame)
     with pytest.raises(TransferError, match="altered"):
-        Channel(end, b"b", b"a").receive(10)
+        Channel(end, b"b", b"a", until).receive(10)
     frame[9] ^= 1
     middle, end = socket.socketpair()
     middle.sendall(frame)  # the second frame in the place of the first
     with pytest.raises(TransferError, match="altered"):
-        Channel(end, b"b", b"a").receive(10)
+        Channel(end, b"b", b"a", until).receive(10)
     middle.sendall(b"\xff" * 8)
     with pytest.raises(TransferError, match="too long"):
-        Channel(end, b"b", b"a").receive(10)
-    del theirs_again
+        Channel(end, b"b", b"a", until).receive(10)
 
 
 NOISES = (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(1000), b"ew-kv-01" + bytes(2000))
@@ -130,6 +131,29 @@ def test_clients_of_other_protocols(server: LeaseServer, noise: bytes, caplog: p
         while connection.recv(1000):
             pass
     assert fetched(hold(server)) == ENTRIES
+
+
+def test_a_server_that_sends_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and the connection as a whole does not."""
+    monkeypatch.setattr(channel, "MAX_CONNECTION_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        ended = threading.Event()
+
+        def serve() -> None:
+            with slow.accept()[0] as connection:
+                while not ended.wait(0.05):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert fetched(RemotePrefix("127.0.0.1", slow.getsockname()[1], "00" * 16)) == {}
+        ended.set()
+        thread.join()
+
+
+def test_addresses_of_version_6() -> None:
+    with closing(LeaseServer("::1", 0, SECRET, FACTS)) as server:
+        assert fetched(hold(server)) == ENTRIES
 
 
 def test_parameters_are_signed(server: LeaseServer) -> None:

@@ -11,6 +11,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import UsageError
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.serve import serve
 from tests.helpers.serving import COMPLETIONS, HELLO, Running, tiny_engine
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -172,4 +173,29 @@ def test_keys_that_ask_for_nothing(pair: Pair) -> None:
 def test_limits(limits: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError) as error:
         RuntimeConfig(**limits)
+    assert text in str(error.value)
+
+
+def test_engines_share_no_address(secret: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.engine").symlink_to(tiny_engine())
+    limits = {"kv_role": "both", "kv_secret_file": str(secret), "kv_listen": "127.0.0.1:5"}
+    with pytest.raises(UsageError, match="kv_listen is for one engine: 2 cannot share an address"):
+        serve([tmp_path], ServerConfig(port=0), **limits)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot be read: No such file"),
+        ("short", "shorter than 16 bytes"),
+        ("s" * 5000, "cannot be read: it has more"),
+    ],
+)
+def test_secrets(tmp_path: Path, content: str | None, text: str) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UsageError) as error:
+        serve(tiny_engine(), ServerConfig(port=0), kv_role="both", kv_secret_file=str(file))
     assert text in str(error.value)
