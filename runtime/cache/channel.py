@@ -105,7 +105,8 @@ class Channel:
             raise TransferError("a client of another protocol has connected")
         theirs, challenge = _receive(connection, HASH_BYTES, until), os.urandom(HASH_BYTES)
         connection.sendall(challenge)
-        channel = cls(connection, *reversed(_keys(secret, theirs, challenge)), until)
+        client_key, server_key = _keys(secret, theirs, challenge)
+        channel = cls(connection, server_key, client_key, until)
         given = json.loads(channel.receive(MAX_FACTS_BYTES))
         names = sorted(facts.keys() | given.keys())
         differing = [name for name in names if facts.get(name) != given.get(name)]
