@@ -113,6 +113,22 @@ def test_paths_in_documents_are_real(name: str) -> None:
     assert [path for path in linked if not (ROOT / name).parent.joinpath(path).exists()] == []
 
 
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/design.md"])
+def test_names_in_documents_stand_in_their_files(name: str) -> None:
+    """Names as in "`NAME` and `OTHER` of `folder/file.py`", and in "`folder/file.py`, `Name.method`"."""
+    text, path = re.sub(r"\s+", " ", (ROOT / name).read_text()), r"`([\w.]+/[\w./]+\.\w+)`"
+    pairs = [
+        (file, word)
+        for words, file in re.findall(rf"((?:`\w+`(?:, | and )?)+) (?:of|in) {path}", text)
+        for word in re.findall(r"`(\w+)`", words)
+    ]
+    pairs += [
+        (file, word) for file, words in re.findall(rf"{path}, `([A-Z][\w.:]+)`", text) for word in words.split(".")
+    ]
+    assert pairs
+    assert [f"{word}: {file}" for file, word in pairs if not re.search(rf"\b{word}\b", (ROOT / file).read_text())] == []
+
+
 def test_every_requirement_is_locked() -> None:
     pins = read_pins(ROOT / "constraints.txt")
     assert [str(pin) for pin in pins if pin.url or not re.fullmatch(r"==[\w.]+", str(pin.specifier))] == []
