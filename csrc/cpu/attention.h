@@ -374,27 +374,40 @@ class PagedAttention final : public Kernel {
   mutable int64_t next_item_ = 0, threads_done_ = 0;  // of the step in progress
 };
 
-// The kernel for what the planes hold.
-template <class S, class Bf16Split = SplitAttention<S>, class I8Split = SplitAttentionI8<S>,
-          class E4m3Split = SplitAttention<S, E4m3Lines<S>>>
+// The Split for each dtype of planes, by dot products of bf16. Fp8: for a code of codes.h.
+template <class S>
+struct DotSplits {
+  using Bf16 = SplitAttention<S>;
+  using I8 = SplitAttentionI8<S>;
+  template <class Code>
+  using Fp8 = SplitAttention<S, Fp8Lines<S, Code>>;
+};
+
+// The kernel for what the planes hold. Splits: DotSplits<S>, or another with the same members.
+template <class S, class Splits = DotSplits<S>>
 std::unique_ptr<Kernel> make_attention(const Operands& operands, const Attributes& attributes) {
-  switch (operand(operands, "key").dtype) {
+  const DType dtype = operand(operands, "key").dtype;
+  std::unique_ptr<Kernel> kernel;
+  with_fp8(dtype, [&](auto code) {
+    using Split = typename Splits::template Fp8<decltype(code)>;
+    kernel = make_kernel<PagedAttention<S, Split>>(operands, attributes);
+  });
+  if (kernel != nullptr) return kernel;
+  switch (dtype) {
     case DType::i8:
-      return make_kernel<PagedAttention<S, I8Split>>(operands, attributes);
-    case DType::e4m3:
-      return make_kernel<PagedAttention<S, E4m3Split>>(operands, attributes);
+      return make_kernel<PagedAttention<S, typename Splits::I8>>(operands, attributes);
     case DType::u4:
-      return make_kernel<PagedAttention<S, U4Split<S, Bf16Split>>>(operands, attributes);
+      return make_kernel<PagedAttention<S, U4Split<S, typename Splits::Bf16>>>(operands, attributes);
     default:
-      return make_kernel<PagedAttention<S, Bf16Split>>(operands, attributes);
+      return make_kernel<PagedAttention<S, typename Splits::Bf16>>(operands, attributes);
   }
 }
 
-// The same where values are columns of keys. Split: of bf16 keys and values.
-template <class S, class Split = SplitAttention<S>>
+// The same where values are columns of keys.
+template <class S, class Splits = DotSplits<S>>
 std::unique_ptr<Kernel> make_latent_attention(const Operands& operands, const Attributes& attributes) {
   require(operand(operands, "latent").dtype == DType::bf16, "latent vectors are stored as bf16");
-  return make_kernel<PagedAttention<S, LatentSplit<S, Split>>>(operands, attributes);
+  return make_kernel<PagedAttention<S, LatentSplit<S, typename Splits::Bf16>>>(operands, attributes);
 }
 
 }  // namespace

@@ -1,18 +1,19 @@
 // The products of attention by fp32 FMAs (attention_split.h says what they are for), over KV of bf16 and of
-// e4m3.
+// FP8.
 //
 // Queries and probabilities become fp32 first. A few rows, as in decoding, then pass keys and values in
 // registers; with more, a group of 16 keys, or 16 dims of a split's values, become fp32 once in L1, and the
 // rows pass them (fma.h). Either way it is one FMA a product, in ascending order.
 #pragma once
 
+#include "attention_i8.h"
 #include "attention_split.h"
 #include "fma.h"
 
 namespace enginewright {
 namespace {
 
-// Floats: Bf16Floats<S> with Element uint16_t, or E4m3Floats<S> with uint8_t.
+// Floats: Bf16Floats<S> with Element uint16_t, or Fp8Floats with uint8_t.
 template <class S, class Floats, class Element>
 class SplitAttentionFma : public SplitSoftmax<S, Element> {
  public:
@@ -114,6 +115,15 @@ class SplitAttentionFma : public SplitSoftmax<S, Element> {
   }
 
   const int64_t head_dim_;  // with what fills the last line
+};
+
+// The Split for each dtype of planes, as DotSplits (attention.h) has them.
+template <class S>
+struct FmaSplits {
+  using Bf16 = SplitAttentionFma<S, Bf16Floats<S>, uint16_t>;
+  using I8 = SplitAttentionI8<S>;
+  template <class Code>
+  using Fp8 = SplitAttentionFma<S, Fp8Floats<S, Code>, uint8_t>;
 };
 
 }  // namespace

@@ -11,7 +11,7 @@
 // split's positions, and what a query doesn't see adds exact zeros to it. The sum is of the rounded p, so
 // that weights add up to one and rounding them neither shrinks nor swells the result.
 //
-// That is for bf16 KV. Of e4m3 KV, k and v are codes, which bf16 has exactly, s is multiplied by the key's
+// That is for bf16 KV. Of FP8 KV, k and v are codes, which bf16 has exactly, s is multiplied by the key's
 // scale, the weight of a position is bf16(p * the value's scale), and the sum is of p in fp32. attention_i8.h
 // says what int8 KV changes. Here is what all of them share: the softmax and the combination.
 // attention_tile.h, attention_fma.h, attention_amx.h and attention_i8.h add the two products.
@@ -195,7 +195,7 @@ class SplitBase {
   const float softcap_;
 };
 
-// The softmax of bf16 and e4m3 KV. KvElement: uint16_t or uint8_t.
+// The softmax of bf16 and FP8 KV. KvElement: uint16_t or uint8_t.
 template <class S, class KvElement = uint16_t>
 class SplitSoftmax : public SplitBase<S> {
  public:

@@ -1,5 +1,5 @@
 // The products of attention for any instruction set (attention_split.h says what they are for), over KV of
-// bf16 and of e4m3, which becomes bf16 in registers.
+// bf16 and of FP8, which becomes bf16 in registers.
 //
 // Sixteen scores, or sixteen dims of a result, are the lanes of a register; a few queries and a few such
 // groups keep their accumulators in registers while head_dim, or the positions, pass once.
@@ -41,7 +41,7 @@ ENGINEWRIGHT_INLINE void for_row_chunks(int64_t rows, const Function& f) {
 template <class S, int R>
 constexpr int wide = R * 2 <= S::tile_tokens ? S::gemv_blocks : S::tile_blocks;
 
-// KvLines: Bf16Lines or E4m3Lines.
+// KvLines: Bf16Lines or Fp8Lines.
 template <class S, class KvLines = Bf16Lines<S>>
 class SplitAttention : public SplitSoftmax<S, typename KvLines::Element> {
  public:

@@ -23,13 +23,13 @@ struct I8Lines {
   }
 };
 
-template <class S>
-struct E4m3Lines {
+template <class S, class Code>
+struct Fp8Lines {
   using Element = uint8_t;
-  static constexpr DType kDType = DType::e4m3;
+  static constexpr DType kDType = Code::kDType;
   static constexpr int kPairs = 2;
   static ENGINEWRIGHT_INLINE void load(const void* p, typename S::Line* lines) {
-    S::expand_e4m3(p, lines[0], lines[1]);
+    S::template expand_fp8<Code>(p, lines[0], lines[1]);
   }
 };
 

@@ -3,13 +3,13 @@
 
 #include <cstdint>
 
-#define ENGINEWRIGHT_DTYPES(DTYPE)            \
-  DTYPE(f32, 32)                              \
-  DTYPE(bf16, 16)                             \
-  DTYPE(i32, 32)                              \
-  DTYPE(i8, 8)                                \
-  DTYPE(e4m3, 8) /* FP8, see bf16_tables.h */ \
-  DTYPE(u4, 4)   /* codes of integers */      \
+#define ENGINEWRIGHT_DTYPES(DTYPE)       \
+  DTYPE(f32, 32)                         \
+  DTYPE(bf16, 16)                        \
+  DTYPE(i32, 32)                         \
+  DTYPE(i8, 8)                           \
+  DTYPE(e4m3, 8) /* FP8, see codes.h */  \
+  DTYPE(u4, 4)   /* codes of integers */ \
   DTYPE(e2m1, 4) /* codes of FP4 */
 
 namespace enginewright {

@@ -10,7 +10,7 @@
 //   low_bf16 high_bf16             of a pair of bf16 in each word, as Part
 //   byte_on_top(Bits, k)           byte k of each word on top of it, zeros after
 //   part_of_words(Bits)            words as floats
-//   part_of_e4m3(Bits)             words with an e4m3 on top as floats
+//   part_of_fp8<Code>(Bits)        words with an FP8 on top as floats
 //   fma_rows, fma_blocks           a tile whose accumulators fit the registers
 //   few_rows, few_byte_rows        of bf16, and of bytes: see below
 //   fma_chunk                      of K, whose weights for fma_blocks blocks are to stay in L1
@@ -51,15 +51,15 @@ struct I8Floats {
   }
 };
 
-// Exact (bf16_tables.h says what a code stands for; none of a weight is NaN).
-template <class S>
-struct E4m3Floats {
-  static constexpr DType dtype = DType::e4m3;
+// Exact (codes.h says what a code stands for; all are finite).
+template <class S, class Code>
+struct Fp8Floats {
+  static constexpr DType dtype = Code::kDType;
   static constexpr int k_count = 4;
   static constexpr float x_factor = 1.0f;
   static ENGINEWRIGHT_INLINE void expand(typename S::Bits part, typename S::Part (&w)[k_count]) {
     ENGINEWRIGHT_UNROLL
-    for (int k = 0; k < k_count; ++k) w[k] = S::part_of_e4m3(S::byte_on_top(part, k));
+    for (int k = 0; k < k_count; ++k) w[k] = S::template part_of_fp8<Code>(S::byte_on_top(part, k));
   }
 };
 

@@ -228,7 +228,7 @@ class Gemm8A16 {
 template <class S>
 using GemmW8A16 = Gemm8A16<S, I8Lines<S>>;
 template <class S>
-using GemmFp8A16 = Gemm8A16<S, E4m3Lines<S>>;
+using GemmFp8A16 = Gemm8A16<S, Fp8Lines<S, E4m3>>;
 
 }  // namespace
 }  // namespace enginewright

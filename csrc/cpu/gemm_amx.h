@@ -369,7 +369,7 @@ class GemmW8A8Amx {
 };
 
 using GemmW8A16Amx = Gemm8A16Amx<I8Lines<Avx512>, I8Floats>;
-using GemmFp8A16Amx = Gemm8A16Amx<E4m3Lines<Avx512>, E4m3Floats>;
+using GemmFp8A16Amx = Gemm8A16Amx<Fp8Lines<Avx512, E4m3>, E4m3Floats>;
 
 // Runs of FP8 that have scales of their own take the way without tiles.
 inline std::unique_ptr<Kernel> make_fp8a16_amx(const Operands& operands, const Attributes& attributes) {

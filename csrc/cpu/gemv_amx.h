@@ -53,7 +53,7 @@ struct E4m3Floats {
   static constexpr int kWidth = 4;
   static ENGINEWRIGHT_INLINE void load(const std::byte* p, __m512* f) {
     __m512i lines[2];
-    Avx512::expand_e4m3(p, lines[0], lines[1]);
+    Avx512::expand_fp8<E4m3>(p, lines[0], lines[1]);
     for (int i = 0; i < 2; ++i) {
       f[2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(lines[i], 16));
       f[2 * i + 1] =

@@ -16,6 +16,14 @@
 #include "isa_end.h"
 
 namespace enginewright {
+namespace {
+
+struct AmxSplits : DotSplits<Avx512> {
+  using Bf16 = AmxSplitAttention;
+  using I8 = AmxSplitAttentionI8;
+};
+
+}  // namespace
 
 KernelTable amx_table() {
   KernelTable table = avx512_table();
@@ -26,8 +34,8 @@ KernelTable amx_table() {
   table["gemm_w8a16@1"] = make_gemm<GemmW8A16Amx>;
   table["gemm_w8a8@1"] = make_w8a8_amx;
   table["head_gemm_bf16@1"] = make_kernel<HeadGemm<GemmBf16Amx>>;
-  table["latent_attention@1"] = make_latent_attention<Avx512, AmxSplitAttention>;
-  table["paged_attention@1"] = make_attention<Avx512, AmxSplitAttention, AmxSplitAttentionI8>;
+  table["latent_attention@1"] = make_latent_attention<Avx512, AmxSplits>;
+  table["paged_attention@1"] = make_attention<Avx512, AmxSplits>;
   return table;
 }
 

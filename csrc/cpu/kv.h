@@ -4,7 +4,7 @@
 //          i8    [block_size / 16][dim_pad / 4][16 tokens][4]   codes in [-127, 127]
 //   value  bf16  [block_size / 2][dim_pad][2 tokens]
 //          i8    [block_size / 4][dim_pad][4 tokens]
-//          e4m3  as i8, codes without NaN
+//          FP8   as i8, finite codes (codes.h)
 //
 // Scales of codes: f32 [block_size], of a token's head_dim numbers (quantize.h has the rule). Tokens of one
 // line may be different threads' work: they write different bytes.
@@ -38,12 +38,11 @@ inline int64_t kv_scale_bytes(DType dtype, int64_t dim_pad) {
     case DType::bf16:
       return 0;
     case DType::i8:
-    case DType::e4m3:
       return 4;
     case DType::u4:
       return dim_pad / kU4Group * 4;
     default:
-      return -1;
+      return with_fp8(dtype, [](auto) {}) ? 4 : -1;
   }
 }
 
@@ -209,14 +208,15 @@ class KvWriter {
   void write(float* key, const float* value, int64_t slot, int64_t head, std::byte* scratch) const {
     const int64_t at = slot % keys_.block_size;
     const int64_t tile = slot / keys_.block_size * keys_.block_stride + head * keys_.tile_bytes;
-    if (keys_.dtype == DType::i8) {
-      write_codes<I8Rounding>(key, value, at, tile, reinterpret_cast<int8_t*>(scratch));
-    } else if (keys_.dtype == DType::e4m3) {
-      write_codes<E4m3Rounding>(key, value, at, tile, reinterpret_cast<uint8_t*>(scratch));
-    } else if (keys_.dtype == DType::u4) {
-      write_u4(key, value, at, tile, reinterpret_cast<float*>(scratch));
-    } else {
-      write_bf16(key, value, at, tile, reinterpret_cast<uint16_t*>(scratch));
+    switch (keys_.dtype) {
+      case DType::bf16:
+        return write_bf16(key, value, at, tile, reinterpret_cast<uint16_t*>(scratch));
+      case DType::i8:
+        return write_codes<I8>(key, value, at, tile, scratch);
+      case DType::u4:
+        return write_u4(key, value, at, tile, reinterpret_cast<float*>(scratch));
+      default:
+        with_fp8(keys_.dtype, [&](auto code) { write_codes<decltype(code)>(key, value, at, tile, scratch); });
     }
   }
 
@@ -240,15 +240,16 @@ class KvWriter {
     auto* values = reinterpret_cast<uint16_t*>(values_.data + tile) + at / 2 * 2 * width + at % 2;
     for (int64_t i = 0; i < width; ++i) values[2 * i] = value[i];
   }
-  template <class Rounding, class Code>
-  void write_codes(const float* k, const float* v, int64_t at, int64_t tile, Code* key) const {
+  template <class Code>
+  void write_codes(const float* k, const float* v, int64_t at, int64_t tile, std::byte* scratch) const {
+    using Element = typename Code::Element;
     const int64_t width = keys_.dim_pad;
-    Code* value = key + width;
-    const float k_scale = quantize_run<S, Rounding>(RowReader<S>(k), 0, keys_.dim, key),
-                v_scale = quantize_run<S, Rounding>(RowReader<S>(v), 0, keys_.dim, value);
+    auto *key = reinterpret_cast<Element*>(scratch), *value = key + width;
+    const float k_scale = quantize_run<S, Code>(RowReader<S>(k), 0, keys_.dim, key),
+                v_scale = quantize_run<S, Code>(RowReader<S>(v), 0, keys_.dim, value);
     for (int64_t i = keys_.dim; i < width; ++i) key[i] = value[i] = 0;
-    auto *keys = reinterpret_cast<Code*>(keys_.data + tile),
-         *values = reinterpret_cast<Code*>(values_.data + tile);
+    auto *keys = reinterpret_cast<Element*>(keys_.data + tile),
+         *values = reinterpret_cast<Element*>(values_.data + tile);
     reinterpret_cast<float*>(keys + keys_.code_bytes())[at] = k_scale;
     reinterpret_cast<float*>(values + keys_.code_bytes())[at] = v_scale;
     keys += at / 16 * 16 * width + at % 16 * 4;

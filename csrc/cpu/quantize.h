@@ -1,4 +1,4 @@
-// Rows as int8 with a scale for each run of columns: symmetric, codes in [-127, 127]. KV may be e4m3 instead.
+// Rows as int8 with a scale for each run of columns: symmetric, codes in [-127, 127]. KV may be FP8 instead.
 //
 //   quantize_rows@1  scale = largest / 127, q = round(x * (127 / largest)), where largest = max |x| of a run,
 //                    or the same number for that run of all rows, beyond which codes are clipped
@@ -6,41 +6,37 @@
 // x: f32 or bf16 [rows, K]; largest?: f32 [runs]; q: i8 [rows, K]; scale: f32 [rows, runs]. All in fp32, ties
 // to even: the same bits on every instruction set. A largest below 2^-120 counts as 0, since 127 / largest
 // must be finite: scale 0, codes 0. A NaN or an infinity makes the run's scale NaN, so that it is never lost;
-// the codes mean nothing then. Of e4m3 (bf16_tables.h) it is 448 for 127, and below 2^-118.
+// the codes mean nothing then. Of FP8 it is kLargest for 127, and below kTiny (codes.h).
 #pragma once
 
 #include <optional>
+#include <type_traits>
 
+#include "codes.h"
 #include "operands.h"
 #include "rows.h"
 
 namespace enginewright {
 namespace {
 
-// Kinds of codes. store(): rounds x, which is in their range.
-struct I8Rounding {
-  static constexpr float largest = 127.0f, tiny = 0x1p-120f;
-  template <class S>
-  static ENGINEWRIGHT_INLINE void store(int8_t* codes, typename S::F x, int64_t n) {
+// Stores the first n lanes of x, which are in the codes' range, as the nearest codes.
+template <class S, class Code>
+ENGINEWRIGHT_INLINE void store_codes(typename Code::Element* codes, typename S::F x, int64_t n) {
+  if constexpr (std::is_same_v<Code, I8>) {
     const typename S::F rounded = S::round(x);
     n < 16 ? S::store_i8_first(codes, rounded, n) : S::store_i8(codes, rounded);
-  }
-};
-struct E4m3Rounding {
-  static constexpr float largest = 448.0f, tiny = 0x1p-118f;
-  template <class S>
-  static ENGINEWRIGHT_INLINE void store(uint8_t* codes, typename S::F x, int64_t n) {
+  } else {
     float lanes[16];
     S::store(lanes, x);
-    for (int64_t i = 0; i < n; ++i) codes[i] = e4m3_of(lanes[i]);
+    for (int64_t i = 0; i < n; ++i) codes[i] = Code::nearest(lanes[i]);
   }
-};
+}
 
 // Codes of the columns [begin, end) of a row, and their scale. Row is what x is read from: at(column) gives
 // 16 columns, first(column, n) n of them and zeros after. given: the largest, or null.
-template <class S, class Rounding = I8Rounding, class Row, class Code>
-ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end, Code* codes,
-                                       const float* given = nullptr) {
+template <class S, class Code = I8, class Row>
+ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end,
+                                       typename Code::Element* codes, const float* given = nullptr) {
   using F = typename S::F;
   F most[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
   F lost[4] = {S::zero(), S::zero(), S::zero(), S::zero()};  // NaN where x is not finite
@@ -60,14 +56,14 @@ ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end,
   const float largest =
       given != nullptr ? *given : S::reduce_max(S::max(S::max(most[0], most[1]), S::max(most[2], most[3])));
   const float nan_or_zero = S::reduce_add(S::add(S::add(lost[0], lost[1]), S::add(lost[2], lost[3])));
-  const bool zero = largest < Rounding::tiny;
-  const F factor = S::set1(zero ? 0.0f : Rounding::largest / largest);
+  const bool zero = largest < Code::kTiny;
+  const F factor = S::set1(zero ? 0.0f : Code::kLargest / largest);
   const auto code = [&](F v) {
-    return S::min(S::max(S::mul(v, factor), S::set1(-Rounding::largest)), S::set1(Rounding::largest));
+    return S::min(S::max(S::mul(v, factor), S::set1(-Code::kLargest)), S::set1(Code::kLargest));
   };
-  for (i = begin; i + 16 <= end; i += 16) Rounding::template store<S>(codes + i, code(x.at(i)), 16);
-  if (const int64_t n = end - i; n > 0) Rounding::template store<S>(codes + i, code(x.first(i, n)), n);
-  return (zero ? 0.0f : largest / Rounding::largest) + nan_or_zero;
+  for (i = begin; i + 16 <= end; i += 16) store_codes<S, Code>(codes + i, code(x.at(i)), 16);
+  if (const int64_t n = end - i; n > 0) store_codes<S, Code>(codes + i, code(x.first(i, n)), n);
+  return (zero ? 0.0f : largest / Code::kLargest) + nan_or_zero;
 }
 
 // The runs of columns that share a scale: each of `group` columns, the last one perhaps shorter; 0 is the

@@ -283,10 +283,11 @@ struct Avx2 {
         words, _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kByteOnTop[k]))));
   }
   static ENGINEWRIGHT_INLINE Part part_of_words(Bits words) { return _mm256_cvtepi32_ps(words); }
-  static ENGINEWRIGHT_INLINE Part part_of_e4m3(Bits top) {
-    const __m256i kept = _mm256_set1_epi32(kE4m3Kept),
-                  bits = _mm256_and_si256(_mm256_srai_epi32(top, 4), kept);
-    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+  template <class Code>
+  static ENGINEWRIGHT_INLINE Part part_of_fp8(Bits top) {
+    const __m256i kept = _mm256_set1_epi32(Code::kKept),
+                  bits = _mm256_and_si256(_mm256_srai_epi32(top, Code::kShift), kept);
+    return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(Code::kFactor));
   }
 
  private:

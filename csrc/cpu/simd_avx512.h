@@ -190,10 +190,11 @@ struct Avx512Vnni {
         words, _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kByteOnTop[k]))));
   }
   static ENGINEWRIGHT_INLINE Part part_of_words(Bits words) { return _mm512_cvtepi32_ps(words); }
-  static ENGINEWRIGHT_INLINE Part part_of_e4m3(Bits top) {
-    const __m512i kept = _mm512_set1_epi32(kE4m3Kept),
-                  bits = _mm512_and_si512(_mm512_srai_epi32(top, 4), kept);
-    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+  template <class Code>
+  static ENGINEWRIGHT_INLINE Part part_of_fp8(Bits top) {
+    const __m512i kept = _mm512_set1_epi32(Code::kKept),
+                  bits = _mm512_and_si512(_mm512_srai_epi32(top, Code::kShift), kept);
+    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(Code::kFactor));
   }
 
  private:

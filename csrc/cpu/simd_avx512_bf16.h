@@ -27,11 +27,12 @@ struct Avx512 : Avx512Vnni {
   }
   static ENGINEWRIGHT_INLINE void expand_i8(const void* p, Line& a, Line& b) {
     const __m512i codes = _mm512_loadu_si512(p);
-    look_up(kI8Table, _mm512_abs_epi8(codes), codes, a, b);
+    look_up(kBf16Table<I8>, _mm512_abs_epi8(codes), codes, a, b);
   }
-  static ENGINEWRIGHT_INLINE void expand_e4m3(const void* p, Line& a, Line& b) {
+  template <class Code>
+  static ENGINEWRIGHT_INLINE void expand_fp8(const void* p, Line& a, Line& b) {
     const __m512i codes = _mm512_loadu_si512(p);
-    look_up(kE4m3Table, codes, codes, a, b);
+    look_up(kBf16Table<Code>, codes, codes, a, b);
   }
 
  private:

@@ -24,7 +24,8 @@
 //   load_line store_line load_pair pair(uint32_t)
 //   dot(acc, Pair a, Line b)       acc[i] + a.lo * b[i].lo + a.hi * b[i].hi, in one fixed order of rounding
 //   expand_i8(ptr, Line&, Line&)   an i8 line (4 along K) as two bf16 lines, exactly
-//   expand_e4m3(ptr, Line&, Line&) the same of an e4m3 line
+//   expand_fp8<Code>(ptr, Line&, Line&)
+//                                  the same of a line of FP8 (codes.h)
 //   I                              16 int32 lanes: set1_i, load_i, store_i; to_float rounds to nearest even
 //   Bytes4 load_bytes4(ptr)        four int8 along K, for all lanes
 //   load_i8(ptr)                   an i8 line as dot_i8 wants it
@@ -60,7 +61,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "bf16_tables.h"
+#include "codes.h"
 
 #define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
 
@@ -89,10 +90,6 @@ struct KeptBytes {
     return S::load_bytes4(reinterpret_cast<const int8_t*>(p));
   }
 };
-
-// An e4m3 on top of a word, moved down by 4 with its sign: what is left with these bits is an fp32 with the
-// exponent and fraction where they belong, 2^-120 times the number, subnormals too.
-constexpr int32_t kE4m3Kept = static_cast<int32_t>(0x87ffffffu);
 
 // For byte shuffles of 16: byte k of each word on top of it, zeros after.
 alignas(16) constexpr int8_t kByteOnTop[4][16] = {
@@ -282,12 +279,14 @@ struct Portable {
       b.q[i] = ((Bits)k2 >> 16) | (Bits)k3;
     }
   }
-  static ENGINEWRIGHT_INLINE void expand_e4m3(const void* p, Line& a, Line& b) {
+  template <class Code>
+  static ENGINEWRIGHT_INLINE void expand_fp8(const void* p, Line& a, Line& b) {
+    constexpr const Bf16Table& table = kBf16Table<Code>;
     const auto* codes = static_cast<const uint8_t*>(p);
     uint16_t pairs[2][16][2];
     for (int i = 0; i < 64; ++i) {
       const int code = codes[i] & 0x7f, sign = codes[i] & 0x80;
-      const int bits = kE4m3Table.low[code] | (kE4m3Table.high[code] | sign) << 8;
+      const int bits = table.low[code] | (table.high[code] | sign) << 8;
       pairs[i / 2 % 2][i / 4][i % 2] = static_cast<uint16_t>(bits);
     }
     a = load_line(pairs[0]);

@@ -42,13 +42,11 @@ template <class S>
 KernelTable fma_table() {
   return {
       {"gemm_bf16@1", make_gemm<GemmFma<S, Bf16Floats<S>>>},
-      {"gemm_fp8a16@1", make_gemm<GemmFma<S, E4m3Floats<S>>>},
+      {"gemm_fp8a16@1", make_gemm<GemmFma<S, Fp8Floats<S, E4m3>>>},
       {"gemm_w8a16@1", make_gemm<GemmFma<S, I8Floats<S>>>},
       {"head_gemm_bf16@1", make_kernel<HeadGemm<GemmFma<S, Bf16Floats<S>>>>},
-      {"latent_attention@1", make_latent_attention<S, SplitAttentionFma<S, Bf16Floats<S>, uint16_t>>},
-      {"paged_attention@1",
-       make_attention<S, SplitAttentionFma<S, Bf16Floats<S>, uint16_t>, SplitAttentionI8<S>,
-                      SplitAttentionFma<S, E4m3Floats<S>, uint8_t>>},
+      {"latent_attention@1", make_latent_attention<S, FmaSplits<S>>},
+      {"paged_attention@1", make_attention<S, FmaSplits<S>>},
   };
 }
 
