@@ -103,7 +103,7 @@ class CudaKernel(KernelBinding):
 
 
 def cuda_type(dtype: str) -> str:
-    """Names a number type in C++: csrc/cuda/rows.cuh."""
+    """Names a number type in C++: csrc/cuda/dtype.cuh."""
     return f"Type::{dtype}"
 
 

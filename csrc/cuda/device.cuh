@@ -264,9 +264,6 @@ struct Sizes {
 struct bf16 {
   uint16_t bits;
 };
-struct e4m3 {
-  uint8_t bits;
-};
 
 constexpr int WARP = 32;
 constexpr float INF = __builtin_bit_cast(float, 0x7f800000);
@@ -281,7 +278,7 @@ DEVICE float low_bf16(uint32_t pair) { return float_of_bits(pair << 16); }
 DEVICE float high_bf16(uint32_t pair) { return float_of_bits(pair & 0xffff0000u); }
 
 template <class T>
-DEVICE T from_float(float x);
+DEVICE T from_float(float x);  // dtype.cuh has it for FP8
 template <>
 DEVICE float from_float<float>(float x) {
   return x;
@@ -291,18 +288,10 @@ DEVICE bf16 from_float<bf16>(float x) {
   return {static_cast<uint16_t>(pack_bf16(x, 0.0f))};
 }
 
-// Codes, rounded to nearest even: |x| <= 127, and |x| <= 448.
+// Rounded to nearest even: |x| <= 127.
 template <>
 DEVICE int8_t from_float<int8_t>(float x) {
   return static_cast<int8_t>(static_cast<int32_t>(round_half_even(x)));
-}
-template <>
-DEVICE e4m3 from_float<e4m3>(float x) {
-  uint32_t bits = bits_of_float(x), sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
-  uint32_t code = size < (121u << 23)  // 2^-6; below it codes count multiples of 2^-9
-                      ? static_cast<uint32_t>(round_half_even(float_of_bits(size) * 0x1p9f))
-                      : ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-  return {static_cast<uint8_t>(sign | code)};
 }
 
 // warp: every lane has the result; the order of operations is fixed.

@@ -16,12 +16,6 @@ DEVICE uint32_t bf16_of_int8(uint32_t bytes) {
   uint32_t size = and_or(bytes, 0x007f007fu, 0x43004300u), minus = and_or(bytes, 0x00800080u, 0xc300c300u);
   return fma_bf16(size, BF16_ONES, minus);
 }
-// Two E4M3 in upper halves: exponent and fraction at their places mean 2^-120 of the number, exactly,
-// subnormals included.
-DEVICE uint32_t bf16_of_e4m3(uint32_t bytes) {
-  uint32_t bits = and_or(bytes, 0x80008000u, bytes >> 4 & 0x07f007f0u);
-  return fma_bf16(bits, 0x7b807b80u, BF16_NONE);
-}
 // Two codes of 4 bits, in the lowest bits of each half, minus their zero: 128 + code is exact. minus: two of
 // -(128 + zero).
 DEVICE uint32_t bf16_of_u4(uint32_t codes, uint32_t minus) {
@@ -40,7 +34,7 @@ DEVICE uint32_t bf16_of_e2m1(uint32_t bytes, int step) {
 template <Gemm S>
 DEVICE uint32_t numbers_of(uint32_t word, int pair, int upper, uint32_t zeros, int row) {
   if constexpr (S.format == Format::w8a16) return bf16_of_int8(low_bytes(word, pair));
-  if constexpr (S.format == Format::fp8a16) return bf16_of_e4m3(high_bytes(word, pair));
+  if constexpr (S.format == Format::fp8a16) return bf16_of_fp8<e4m3>(high_bytes(word, pair));
   if constexpr (S.format == Format::w4a16) {
     uint32_t minus = byte_perm(zeros, 0xc3, 0x4040 | row | row << 8);
     return bf16_of_u4(low_bytes(word, pair) >> (4 * upper), minus);
@@ -79,7 +73,7 @@ DEVICE void multiply_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t 
     mma_e4m3(d, a, b);
   } else {
     auto wide = [](uint32_t word, int pair) {
-      return SM < 89 ? bf16_of_e4m3(high_bytes(word, pair)) : f16_of_e4m3(word, pair);
+      return SM < 89 ? bf16_of_fp8<e4m3>(high_bytes(word, pair)) : f16_of_e4m3(word, pair);
     };
     UNROLL
     for (int pair = 0; pair < 2; ++pair) {

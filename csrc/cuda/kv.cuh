@@ -69,12 +69,10 @@ struct KvHead {
     float* scale = reinterpret_cast<float*>(tile + KV.code_bytes()) + at;
     if constexpr (KV.type == Type::bf16)
       write_bf16(reinterpret_cast<bf16*>(row), x, PADDED);
-    else if constexpr (KV.type == Type::i8)
-      write_codes(reinterpret_cast<int8_t*>(row), scale, x);
     else if constexpr (KV.type == Type::u4)
       write_u4(row, tile + KV.code_bytes() + at * KV.scale_bytes(), x);
     else
-      write_codes(reinterpret_cast<e4m3*>(row), scale, x);
+      write_codes(reinterpret_cast<stored_t<KV.type>*>(row), scale, x);
   }
 
  private:

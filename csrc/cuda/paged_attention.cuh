@@ -68,9 +68,8 @@ DEVICE uint32_t widened(uint32_t codes) {
   if constexpr (TYPE == Type::i8) {  // 128 + its low seven bits, less 128, or 256 of negative ones
     uint32_t spread = byte_perm(codes, 0, 0x4040 | LOW | HIGH << 8);
     return fma_bf16((spread & 0x00800080) | 0x43004300, 0xbf80bf80, (spread & 0x007f007f) | 0x43004300);
-  } else {  // e4m3's bits where bf16's are give 2^-120 of the number
-    uint32_t spread = byte_perm(codes, 0, 0x0404 | LOW << 4 | HIGH << 12);
-    return fma_bf16((spread & 0x80008000) | (spread >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
+  } else {
+    return bf16_of_fp8<stored_t<TYPE>>(byte_perm(codes, 0, 0x0404 | LOW << 4 | HIGH << 12));
   }
 }
 

@@ -1,33 +1,9 @@
-// Rows of matrices in the arena: how many a step has, and how a row's elements are stored.
+// Rows of matrices in the arena: sums over a row, and how it is written.
 #pragma once
 
-#include "device.cuh"
+#include "dtype.cuh"
 
 namespace enginewright {
-
-// What a number becomes where it is stored: src/enginewright/dtypes.py has the table.
-enum class Type { f32, bf16, i32, i8, e4m3, u4, e2m1 };
-
-template <Type TYPE>
-struct Stored;
-template <>
-struct Stored<Type::f32> {
-  using type = float;
-};
-template <>
-struct Stored<Type::bf16> {
-  using type = bf16;
-};
-template <>
-struct Stored<Type::i8> {
-  using type = int8_t;
-};
-template <>
-struct Stored<Type::e4m3> {
-  using type = e4m3;
-};
-template <Type TYPE>
-using stored_t = typename Stored<TYPE>::type;
 
 // Of all the block's threads: `shared` has a float for each warp. Every thread has the sum, whose order is
 // fixed.
@@ -42,17 +18,8 @@ DEVICE float block_sum(float x, float* shared) {
   return sum;
 }
 
-// The codes (int8_t or e4m3) and the scale of a run of numbers (plugins/gemm/quantize_rows.py): of the
-// largest |x|, and the sum of 0 · x.
-template <class Code>
-struct Codes {  // numbers below TINY count as zero
-  static constexpr float LARGEST = 127.0f, TINY = 0x1p-120f;
-};
-template <>
-struct Codes<e4m3> {
-  static constexpr float LARGEST = 448.0f, TINY = 0x1p-118f;
-};
-
+// The factor and the scale of a run of numbers, by its largest |x| and its sum of 0 · x, and the code of a
+// number (plugins/gemm/quantize_rows.py).
 template <class Code>
 DEVICE float factor_of(float largest) {
   return largest < Codes<Code>::TINY ? 0.0f : divide(Codes<Code>::LARGEST, largest);

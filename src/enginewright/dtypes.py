@@ -1,6 +1,7 @@
 """The number types of engines: one table, which plans, manifests, passes, packing and kernels read.
 
-`csrc/cpu/dtype.h` has the same names and bits, and `csrc/cuda/rows.cuh` the names that GPUs know; a test compares them.
+`csrc/cpu/dtype.h` has the same names and bits, and `csrc/cuda/dtype.cuh` the names that GPUs know; a test compares
+them. `csrc/cpu/codes.h` and `csrc/cuda/dtype.cuh` say how kernels round to codes of 8 bits and widen them.
 """
 
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ def test_cpp_has_the_same_table() -> None:
 
 
 def test_cuda_has_the_same_names() -> None:
-    (names,) = re.findall(r"enum class Type \{ (.*) \};", (CUDA_SOURCES / "rows.cuh").read_text())
+    (names,) = re.findall(r"enum class Type \{ (.*) \};", (CUDA_SOURCES / "dtype.cuh").read_text())
     assert names.split(", ") == list(DTYPES)
 
 
