@@ -6,15 +6,15 @@ from enum import Enum, auto
 
 import onnx_ir as ir
 
-from enginewright.dtypes import DTYPES
+from enginewright.dtypes import DTYPES, DType
 from enginewright.errors import EngineError
 from enginewright.plan import Cost
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.writer import Writer
 
 DOMAIN = "enginewright"
-# types that mean nothing without their scale
-CODES = tuple(ir.DataType[dtype.onnx] for dtype in DTYPES.values() if dtype.scale_bytes)
+# Types that mean nothing without their scale.
+CODES: Mapping[ir.DataType, DType] = {ir.DataType[dtype.onnx]: dtype for dtype in DTYPES.values() if dtype.scale_bytes}
 Dims = tuple[int | ir.SymbolicDim, ...]
 TypeAndDims = tuple[ir.DataType, Dims]
 

@@ -8,8 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from enginewright.dtypes import DTYPES, DType
+from enginewright.passes.quant.method import round_to_codes
 from enginewright.plugins.attention.kv_write import STORED_NAMES, hadamard_block, padded_head_dim
-from enginewright.plugins.gemm.quantize_rows import MAX_CODES, TINY
+from enginewright.plugins.plugin import CODES
 
 # Plane.dtype → limits, as LIMITS of config.py: rows for dtypes that lose more than layers of BF16 may.
 KV_LIMITS: Mapping[str, Mapping[str, float]] = {
@@ -76,9 +77,8 @@ def as_stored(x: torch.Tensor, heads: int, dtype: ir.DataType) -> torch.Tensor:
         return x.bfloat16().float()
     if DTYPES[STORED_NAMES[dtype]].kv_group:
         return _in_groups(torch.unflatten(x, -1, (heads, -1)), DTYPES[STORED_NAMES[dtype]]).flatten(-2)
-    by_head, max_code = torch.unflatten(x, -1, (heads, -1)), MAX_CODES[dtype]
+    by_head, max_code = torch.unflatten(x, -1, (heads, -1)), CODES[dtype].largest
     amax = by_head.abs().amax(-1, keepdim=True)
     factor = torch.full_like(amax, max_code) / amax  # max_code / amax would be max_code * (1 / amax), rounded twice
-    codes = (by_head * torch.where(amax < TINY[dtype], 0.0, factor)).clamp_(-max_code, max_code)
-    codes = codes.round_() if dtype == ir.DataType.INT8 else codes.to(torch.float8_e4m3fn).float()
-    return (codes * (amax / max_code)).flatten(-2)
+    codes = (by_head * torch.where(amax < CODES[dtype].tiny, 0.0, factor)).clamp_(-max_code, max_code)
+    return (round_to_codes(codes, dtype) * (amax / max_code)).flatten(-2)

@@ -15,7 +15,6 @@ import torch
 from enginewright.errors import EngineError, UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, picked, shape_of, stacked
-from enginewright.plugins.gemm.quantize_rows import MAX_CODES
 from enginewright.plugins.plugin import CODES
 from enginewright.plugins.target import CPU_TARGET, Activations, Target
 from enginewright.quant_methods import MethodInfo
@@ -42,6 +41,20 @@ def in_groups(x: torch.Tensor, group: int) -> torch.Tensor:
     """
     length = min(group, x.shape[-1]) or x.shape[-1]
     return torch.unflatten(torch.nn.functional.pad(x, (0, -x.shape[-1] % length)), -1, (-1, length))
+
+
+def round_to_codes(x: torch.Tensor, dtype: ir.DataType) -> torch.Tensor:
+    """Rounds numbers to the nearest codes, ties to even.
+
+    Args:
+        x: numbers in the codes' range, FLOAT; overwritten.
+        dtype: dtype of the codes, one of `CODES`.
+
+    Returns:
+        The codes as FLOAT.
+    """
+    codes: torch.dtype = getattr(torch, CODES[dtype].torch)
+    return x.to(codes).float() if codes.is_floating_point else x.round_()
 
 
 def check_finite(weight: torch.Tensor, name: str) -> torch.Tensor:
@@ -155,11 +168,10 @@ class QuantConfig(ABC):
         dtype, group = self.precision(target)
         if dtype not in CODES:
             return x.to(torch.bfloat16).float()
-        groups, max_code = in_groups(x, group), MAX_CODES[dtype]
+        groups, max_code = in_groups(x, group), CODES[dtype].largest
         scale = self.amax_of(groups, target) / max_code
         codes = (groups / torch.where(scale > 0, scale, 1.0)).clamp_(-max_code, max_code)
-        codes = codes.round_() if dtype == ir.DataType.INT8 else codes.to(torch.float8_e4m3fn).float()
-        return codes.mul_(scale).flatten(-2)[..., : x.shape[-1]]
+        return round_to_codes(codes, dtype).mul_(scale).flatten(-2)[..., : x.shape[-1]]
 
     def amax_of(self, groups: torch.Tensor, target: Target) -> torch.Tensor:
         """Returns the amax that scales of activations are computed from.

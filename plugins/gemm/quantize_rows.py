@@ -4,15 +4,15 @@ x: FLOAT or BFLOAT16 [..., K]. largest: FLOAT [G], an initializer, or absent. q:
 FLOAT8E4M3FN in [-448, 448]. scale: FLOAT [..., G]: one for each group of `group` columns (a multiple of 32), the last
 one perhaps shorter; with group 0 the whole row is one. With amax = max|x| of a group (dynamic), or the number in
 `largest` for that group of all rows (static; larger numbers are clipped), and max_code the largest code, scale is amax
-/ max_code and q is x · (max_code / amax), in fp32. An amax below TINY counts as 0: scale 0, codes 0. A NaN or an
-infinity makes the group's scale NaN; its codes mean nothing then. Rows of a KV pool are quantized in the same way.
+/ max_code and q is x · (max_code / amax), in fp32. An amax below `tiny` of the codes' dtype counts as 0: scale 0, codes
+0. A NaN or an infinity makes the group's scale NaN; its codes mean nothing then. Rows of a KV pool are quantized in the
+same way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from enginewright.dtypes import DTYPES
 from enginewright.plugins.gemm.rows_cuda import quantize_rows_on_cuda
 from enginewright.plugins.kernel import KernelBinding
 from enginewright.plugins.plugin import (
@@ -29,10 +29,6 @@ from enginewright.plugins.plugin import (
 )
 from enginewright.plugins.writer import Writer
 from enginewright.targets import CPU, CUDA
-
-_CODES = {ir.DataType[dtype.onnx]: dtype for dtype in DTYPES.values() if dtype.scale_bytes}
-MAX_CODES: Mapping[ir.DataType, float] = {code: dtype.largest for code, dtype in _CODES.items()}
-TINY: Mapping[ir.DataType, float] = {code: dtype.tiny for code, dtype in _CODES.items()}
 
 
 def groups_of(width: int, group: int) -> int:
@@ -66,7 +62,7 @@ def quantized(
     Returns:
         q and scale.
     """
-    width, max_code = dims[-1], MAX_CODES[dtype]
+    width, max_code = dims[-1], CODES[dtype].largest
     assert isinstance(width, int)
     groups, outer = groups_of(width, group), [0] * (len(dims) - 1)  # in a Reshape, 0 is the dimension as it is
     if groups > 1:  # [..., G, group], zeros after the last column
@@ -76,7 +72,7 @@ def quantized(
     if given is not None:
         each = write.op("Unsqueeze", given, [-1]) if groups > 1 else given
         amax = write.op("Expand", each, write.op("Shape", amax))
-    tiny = write.op("Less", amax, TINY[dtype])
+    tiny = write.op("Less", amax, CODES[dtype].tiny)
     factor = write.op("Where", tiny, 0.0, write.op("Div", max_code, amax))
     q = write.op("Clip", write.op("Mul", x, factor), -max_code, max_code)
     if dtype == ir.DataType.INT8:  # a Cast would truncate

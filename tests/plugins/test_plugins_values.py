@@ -145,15 +145,12 @@ def low(x: Doubles) -> Doubles:
 def as_stored(rows: Doubles, stored: float) -> Doubles:
     if stored == ir.DataType.BFLOAT16:
         return low(rows)
-    if stored == ir.DataType.INT8:
-        codes, scale = quantized(rows, 0)
-        return codes * scale
     if stored == ir.DataType.UINT8:  # one group of 32, of which zeros are the rest
         minimum = np.minimum(rows.min(axis=-1, keepdims=True), 0)
         first, scale = low(minimum), low((np.maximum(rows.max(axis=-1, keepdims=True), 0) - minimum) / 15)
         return low(np.round((rows - first) / scale).clip(0, 15) * scale + first)
-    scale = np.abs(rows).max(axis=-1, keepdims=True) / 448
-    return (rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    codes, scale = quantized(rows, 0, to=stored)
+    return codes * scale
 
 
 def written(pool: Doubles, rows: Doubles, slots: Doubles, a: Attributes) -> Doubles:
@@ -292,11 +289,10 @@ def quantized(x: Doubles, group: float, given: Doubles | None = None, to: float 
     largest = np.maximum.reduceat(np.abs(x), starts, axis=-1)
     if given is not None:
         largest = np.broadcast_to(given, largest.shape)
-    code_max = 127 if to == ir.DataType.INT8 else 448
+    kind = np.dtype(CODES[ir.DataType(to)].torch)
+    code_max = np.iinfo(kind).max if kind == np.int8 else float(ml_dtypes.finfo(kind).max)
     numbers = (x * code_max / by_runs(largest, group, width)).clip(-code_max, code_max)
-    if to == ir.DataType.INT8:
-        return [np.round(numbers), largest / code_max]
-    return [numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float64), largest / code_max]
+    return [(np.round(numbers) if kind == np.int8 else numbers).astype(kind).astype(np.float64), largest / code_max]
 
 
 def normed(x: Doubles, weight: Doubles, a: Attributes, given: Doubles | None) -> list[Doubles]:
