@@ -11,6 +11,7 @@ import pytest
 from enginewright.builder import assembly
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import Checkpoint
+from enginewright.dtypes import KV_CACHES
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, Bf16, Fp8, Int4Rtn, Int8Sq, Mxfp4, QuantConfig, quant_config
@@ -62,7 +63,7 @@ FAMILIES = ("qwen3", "gemma3_text")
 BY_METHOD = [(method, family) for method in METHODS for family in FAMILIES]
 BY_GROUP = [(group, family) for group in (0, 32) for family in FAMILIES]
 BY_SCALES = [(scales, family) for scales in ("tensor", "block") for family in FAMILIES]
-BY_KV = [(kv, family) for kv in ("int8", "fp8", "int4") for family in FAMILIES]
+BY_KV = [(kv, family) for kv in KV_CACHES if kv != "bf16" for family in FAMILIES]
 
 
 def in_turn(cases: Sequence[tuple[Any, str]]) -> list[tuple[Any, str]]:

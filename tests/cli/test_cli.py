@@ -20,6 +20,7 @@ from enginewright.cli import hints, main
 from enginewright.cli.build import DRAFT_QUANTS
 from enginewright.cli.help import SectionCommand, SectionOption, first_sentence
 from enginewright.cli.options import QUANTS
+from enginewright.dtypes import KV_CACHES
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.passes.quant import METHODS, quant_config
@@ -63,15 +64,15 @@ def test_build_names_its_output_after_model_and_format(
     assert report["path"] == "tiny-llama-bf16.engine" and Path(report["path"]).stat().st_size == report["size_bytes"]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("int8", "i8"), ("fp8", "e4m3"), ("int4", "u4")])
+@pytest.mark.parametrize("name", [name for name in KV_CACHES if name != "bf16"])
 def test_the_kv_cache_is_what_the_build_was_asked_for(
-    name: str, dtype: str, checkpoint: Path, engine: Path, tmp_path: Path
+    name: str, checkpoint: Path, engine: Path, tmp_path: Path
 ) -> None:
     result = run("build", checkpoint, "--kv-cache-dtype", name, "-o", tmp_path / "codes.engine", "--json")
     assert result.exit_code == 0, result.output
     bf16, codes = (json.loads(run("inspect", path, "--json").stdout) for path in (engine, tmp_path / "codes.engine"))
     (wide,), (narrow,) = bf16["kv_groups"], codes["kv_groups"]
-    assert (wide["dtype"], narrow["dtype"]) == ("bf16", dtype)
+    assert (wide["dtype"], narrow["dtype"]) == ("bf16", KV_CACHES[name].name)
     rows = 2 * wide["layers"] * wide["kv_heads"]  # of a token
     padded = -(-wide["head_dim"] // 32) * 32
     kept = padded // 2 + padded // 32 * 4 if name == "int4" else padded + 4
@@ -79,7 +80,7 @@ def test_the_kv_cache_is_what_the_build_was_asked_for(
     assert json.loads(result.stdout)["kv_bytes_per_token"] == narrow["bytes_per_token"]
     assert (bf16["recipe"]["kv_cache_dtype"], codes["recipe"]["kv_cache_dtype"]) == ("bf16", name)
     text = run("inspect", tmp_path / "codes.engine").stdout
-    assert f"kv_cache_dtype {name}" in text and f"heads of {wide['head_dim']} as {dtype}, all positions" in text
+    assert f"kv_cache_dtype {name}" in text and f"heads of {wide['head_dim']} as {KV_CACHES[name].name}, all" in text
 
 
 def test_names_of_kv_caches(checkpoint: Path, engine: Path, tmp_path: Path) -> None:
@@ -531,10 +532,10 @@ def test_an_engine_without_code_for_this_machine_is_6(engine: Path, tmp_path: Pa
 def test_an_engine_whose_kv_cache_this_release_does_not_have_is_6(engine: Path, tmp_path: Path) -> None:
     with EngineFile.open(engine) as file:
         plan = json.loads(file.read_section("plan/cpu"))
-    plan["caches"][0]["planes"][0]["dtype"] = "e5m2"
-    path = copied(engine, tmp_path / "e5m2.engine", {"plan/cpu": json.dumps(plan).encode()})
+    plan["caches"][0]["planes"][0]["dtype"] = "f64"
+    path = copied(engine, tmp_path / "f64.engine", {"plan/cpu": json.dumps(plan).encode()})
     text = refused(6, "generate", path, "-p", "x")
-    assert "keeps its KV cache as e5m2: this release has bf16, i8, e4m3" in text and "--kv-cache-dtype" in text
+    assert "keeps its KV cache as f64: this release has bf16, i8, e4m3" in text and "--kv-cache-dtype" in text
 
 
 def test_an_instruction_set_that_is_not_there_is_refused(engine: Path) -> None:

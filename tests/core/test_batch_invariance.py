@@ -1,6 +1,7 @@
 """A sequence's logits are the same bits alone, in any batch, and however its prompt is cut."""
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.dtypes import KV_CACHES
 from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
@@ -86,6 +88,7 @@ def tiny_engine(name: str, folder: Path) -> Path:
     return path
 
 
+KV_OF_CODES = [kv for kv in KV_CACHES if kv != "bf16"]
 TINY = {
     **{
         f"{family}/{quant.name}": (family, BuildConfig(quant=quant, gate=None))
@@ -95,7 +98,7 @@ TINY = {
     **{
         f"{family}/kv-{dtype}": (family, BuildConfig(kv_cache_dtype=dtype, gate=None))
         for family in ("qwen3", "gemma3_text")
-        for dtype in ("int8", "fp8", "int4")
+        for dtype in KV_OF_CODES
     },
 }
 
@@ -109,7 +112,7 @@ def recorded_engines(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 SOME = [f"{family}/{quant.name}" for family, quant in every_third(OF_KERNELS, QUANTS)]
-SOME += ["qwen3/kv-int8", "gemma3_text/kv-fp8", "gemma3_text/kv-int4"]
+SOME += [f"{family}/kv-{kv}" for family, kv in zip(cycle(("qwen3", "gemma3_text")), KV_OF_CODES, strict=False)]
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.dtypes import KV_CACHES
 from enginewright.errors import NotEnoughMemoryError, UsageError
 from enginewright.plan import (
     COMMON_DIMS,
@@ -200,7 +201,7 @@ def test_weights_that_are_read_must_fit(monkeypatch: pytest.MonkeyPatch) -> None
     assert kv_bytes[0] == kv_bytes[1] <= 2_000_000, "half of what the weights leave, either way"
 
 
-BUILT = [(family, kv) for kv in ("bf16", "int8", "fp8", "int4") for family in ("llama", "gemma3_text")]
+BUILT = [(family, kv) for kv in KV_CACHES for family in ("llama", "gemma3_text")]
 SOME_BUILT = [case for n, case in enumerate(BUILT) if n % 4 in (0, 3)]  # each dtype, one family
 
 

@@ -12,6 +12,7 @@ from enginewright.plugins.attention.masked_attention import EVERYTHING
 from tests.helpers.breadth import every_third
 from tests.helpers.kernel_runner import ITEM_BYTES, ONE_COLUMN, KernelRunner, weight
 from tests.helpers.paged_kv import (
+    KV_DTYPES,
     SPLIT,
     AttendedText,
     Chunk,
@@ -28,7 +29,6 @@ from tests.helpers.paged_kv import (
 from tests.tolerances import ATTENTION, ATTENTION_UNIFORM, BF16_ROUNDING
 
 ISAS = _cpu.isa_names()
-KV = ("bf16", "i8", "e4m3", "u4")
 SEQUENCES, SEQUENCE_ENDS, KV_BLOCKS, KV_SPLITS = (
     (0, 0, 1, 0, 0, 0),
     (1, 0, 1, 0, 0, 0),
@@ -142,7 +142,7 @@ def decode(heads: Heads, length: int, seed: int = 0) -> Chunk:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("counts", [(9, 3), (4, 4), (7, 1), (8, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 22, 64, 80, 128, 272])
 def test_heads_of_all_shapes(isa: str, kv: str, counts: tuple[int, int], head_dim: int) -> None:
@@ -152,7 +152,7 @@ def test_heads_of_all_shapes(isa: str, kv: str, counts: tuple[int, int], head_di
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(isa: str, kv: str, length: int) -> None:
     chunks = [decode(SMOL, length), Chunk(text(SMOL, length, 1), length * 2 // 3, length)]
@@ -160,7 +160,7 @@ def test_lengths(isa: str, kv: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (17, 3.0)])
 def test_sinks(isa: str, kv: str, window: int, softcap: float) -> None:
     """Sinks are right whether one thread has a sequence's splits or all share them; bits are the same in any chunk."""
@@ -175,7 +175,7 @@ def test_sinks(isa: str, kv: str, window: int, softcap: float) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("window", [1, 17, 300])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_windows_and_soft_caps(isa: str, kv: str, window: int, softcap: float) -> None:
@@ -185,14 +185,14 @@ def test_windows_and_soft_caps(isa: str, kv: str, window: int, softcap: float) -
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 def test_a_soft_cap_without_a_window(isa: str, kv: str) -> None:
     heads = Heads(4, 4, 16)
     Attention(heads, softcap=3.0, kv=kv).check(isa, [whole(heads, 90), decode(heads, 300)])
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("window", [0, 1, 17, 256, 300])
 def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> None:
     """Queries of zero give every visible position exactly the same weight, so that the result is the mean of V."""
@@ -204,7 +204,7 @@ def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> 
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize(("window", "lookahead"), [(0, EVERYTHING), (0, 5), (9, 8), (300, 299)])
 def test_positions_after_a_query(isa: str, kv: str, window: int, lookahead: int) -> None:
     """Whole texts, with the same bits alone."""
@@ -217,7 +217,7 @@ def test_positions_after_a_query(isa: str, kv: str, window: int, lookahead: int)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("counts", [(40, 1), (64, 2)], ids=str)
 def test_groups_larger_than_a_tile(isa: str, kv: str, counts: tuple[int, int]) -> None:
     heads = Heads(*counts, 16)
@@ -228,7 +228,7 @@ def test_groups_larger_than_a_tile(isa: str, kv: str, counts: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 def test_large_scores(isa: str, kv: str) -> None:
     """Scores of hundreds: e^s would overflow, and whole splits weigh nothing."""
     heads = Heads(2, 1, 32)
@@ -237,7 +237,7 @@ def test_large_scores(isa: str, kv: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("head_dim", [40, 64])
 def test_bf16_output_is_the_rounded_f32(isa: str, kv: str, head_dim: int) -> None:
     heads = Heads(5, 5, head_dim)
@@ -257,7 +257,7 @@ def cuts(chunk: Chunk, *sizes: int) -> list[Chunk]:
     return pieces
 
 
-EACH_ISA = [(kv, isa) for kv in KV for isa in ISAS]
+EACH_ISA = [(kv, isa) for kv in KV_DTYPES for isa in ISAS]
 WINDOWS = [(SMOL, 300), (Heads(7, 1, 40), 0), (Heads(7, 1, 40), 17)]
 CUT = [(heads, window, kv, isa) for heads, window in WINDOWS for kv, isa in EACH_ISA]
 SOME_CUT = [(heads, window, kv, isa) for (heads, window), (kv, isa) in every_third(WINDOWS, EACH_ISA)]
@@ -283,7 +283,7 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(isa: str, kv: str, window
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("window", [0, 300])
 def test_shared_splits_have_the_same_bits(isa: str, kv: str, window: int) -> None:
     attention = Attention(SMOL, window, kv=kv)
@@ -301,7 +301,7 @@ def test_shared_splits_have_the_same_bits(isa: str, kv: str, window: int) -> Non
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 def test_nan_stays_in_its_sequence(isa: str, kv: str) -> None:
     bad = random_text(SMOL, 300, seed=9)
     bad.q[299, 4, 7] = torch.nan
@@ -313,7 +313,7 @@ def test_nan_stays_in_its_sequence(isa: str, kv: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("damaged", ["k", "v"])
 def test_a_damaged_row_of_kv_shows_where_it_is_seen(isa: str, kv: str, damaged: str) -> None:
     """The row is of one kv head and position; codes have no NaN but in their scale. Earlier queries have weight 0 for

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, Operands, aligned, weight
+from tests.helpers.paged_kv import KV_CODES
 
 SEQUENCES = (0, 0, 1, 0, 0, 0)
 SEQUENCE_ENDS = (1, 0, 1, 0, 0, 0)
@@ -256,7 +257,7 @@ def test_weights_live_as_long_as_the_executor() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize(("dtype", "row", "row_bytes"), [("bf16", 64, 128), ("i8", 68, 68), ("e4m3", 68, 68)])
+@pytest.mark.parametrize(("dtype", "row", "row_bytes"), [("bf16", 64, 128), *((name, 68, 68) for name in KV_CODES)])
 def test_cache_blocks(dtype: str, row: int, row_bytes: int) -> None:
     blocks = _cpu.CacheBlocks(
         layers=2, num_blocks=5, block_size=32, planes=[("key", 3, 40, dtype), ("value", 3, 40, dtype)]

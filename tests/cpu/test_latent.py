@@ -135,7 +135,7 @@ class Latent:
         heads, lengths = self.heads, [chunk.end - chunk.start for chunk in chunks]
         kv = PagedKv(heads, chunks, 0, "bf16")  # for its block tables, and the keys as they lie there
         pools = latent_blocks(len(kv.pools.plane(0, "key")), heads.head_dim)
-        keys = PoolViews(heads, kv.pools, 0).keys
+        keys = PoolViews(heads, kv.pools, 0, "bf16").keys
         pools.plane(0, "latent")[:] = keys.reshape(pools.plane(0, "latent").shape)
         inputs = {
             "query_start": (np.cumsum([0, *lengths]), SEQUENCE_ENDS, ONE_COLUMN),

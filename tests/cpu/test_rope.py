@@ -6,12 +6,20 @@ import torch
 
 from enginewright import _cpu
 from tests.helpers.kernel_runner import ONE_COLUMN, TOKENS, KernelRunner, weight
-from tests.helpers.paged_kv import BLOCK_SIZE, Heads, PoolViews, kv_blocks, kv_operands, rotated
+from tests.helpers.paged_kv import (
+    BLOCK_SIZE,
+    KV_CODES,
+    KV_DTYPES,
+    Heads,
+    PoolViews,
+    kv_blocks,
+    kv_operands,
+    rotated,
+)
 from tests.tolerances import ROPE_TABLE
 
 ISAS = _cpu.isa_names()
-KV = ("bf16", "i8", "e4m3", "u4")
-POISON = {"bf16": 0x4321, "i8": 0x43, "e4m3": 0x43, "u4": 0x43}
+POISON = 0x43
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -51,8 +59,8 @@ class Write:
     def poisoned_pools(self, blocks: int) -> _cpu.CacheBlocks:
         pools = kv_blocks(2, blocks, self.heads.kv_heads, self.heads.head_dim, self.kv)
         for layer in (0, 1):
-            pools.plane(layer, "key")[:] = POISON[self.kv]
-            pools.plane(layer, "value")[:] = POISON[self.kv]
+            pools.plane(layer, "key")[:] = POISON
+            pools.plane(layer, "value")[:] = POISON
         return pools
 
     def run(self, isa: str, threads: int = 1, queries_alone: bool = False) -> torch.Tensor:
@@ -100,14 +108,14 @@ class Write:
     def check(self, isa: str, threads: int = 1) -> None:
         assert torch.equal(self.run(isa, threads), self.turned(self.q).bfloat16().float())
         expected = self.poisoned_pools(len(self.pools.plane(0, "key")))
-        PoolViews(self.heads, expected, 1).write(self.slots, self.turned(self.k), self.v)
+        PoolViews(self.heads, expected, 1, self.kv).write(self.slots, self.turned(self.k), self.v)
         for layer in (0, 1):  # other slots and layers are as they were
             assert np.array_equal(self.pools.plane(layer, "key"), expected.plane(layer, "key"))
             assert np.array_equal(self.pools.plane(layer, "value"), expected.plane(layer, "value"))
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 20, 40, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("counts", [(9, 3), (4, 4), (7, 1)], ids=str)
 def test_rope_kv_write(isa: str, kv: str, head_dim: int, counts: tuple[int, int]) -> None:
@@ -116,14 +124,14 @@ def test_rope_kv_write(isa: str, kv: str, head_dim: int, counts: tuple[int, int]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("rotated", [0, 2, 6, 32, 50])
 def test_the_first_dims_turn_alone(isa: str, kv: str, rotated: int) -> None:
     Write(Heads(4, 2, 50), 19, rotated, kv).check(isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotated"), [(50, 0), (50, 32), (512, 512)])
 def test_queries_alone(isa: str, kv: str, head_dim: int, rotated: int) -> None:
     """Queries alone, for KV that another layer has written, have the same bits, and no KV is written."""
@@ -137,7 +145,7 @@ def test_queries_alone(isa: str, kv: str, head_dim: int, rotated: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_threads_do_not_disturb_each_other(isa: str, kv: str, threads: int) -> None:
     """Neighbours in a line of K or V are different threads' tokens: all slots of some blocks in their order."""
@@ -148,7 +156,7 @@ def test_threads_do_not_disturb_each_other(isa: str, kv: str, threads: int) -> N
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", ["i8", "e4m3"])
+@pytest.mark.parametrize("kv", KV_CODES)
 def test_rows_of_codes_that_are_not_finite_have_no_scale(isa: str, kv: str) -> None:
     """Rows that are not finite have a NaN scale, and their codes mean nothing; rows of zeros have scale 0."""
     heads = Heads(4, 2, 20)
@@ -157,7 +165,7 @@ def test_rows_of_codes_that_are_not_finite_have_no_scale(isa: str, kv: str) -> N
     write.k[1, 0, 3], write.k[2, 1, 19], write.v[3, 0, 7] = torch.nan, torch.inf, -torch.inf  # views of qkv
     write.k[4, 1] = 0
     write.run(isa)
-    views = PoolViews(heads, write.pools, 1)
+    views = PoolViews(heads, write.pools, 1, write.kv)
     lost = [
         [np.isnan(scales[0, :, :6]).nonzero()[i].tolist() for i in (1, 0)]
         for scales in (views.key_scales, views.value_scales)
@@ -178,7 +186,7 @@ def test_groups_of_4_bits_at_the_limits(isa: str) -> None:
     write.v[2, 0, :32], write.v[3, 0, :32], write.v[4, 0, :32] = -0.3, 1e-38, torch.linspace(1000, 1000.001, 32)
     write.v[5, 0, :32] = torch.linspace(1e-6, 1, 32)
     write.run(isa)
-    views = PoolViews(heads, write.pools, 1)
+    views = PoolViews(heads, write.pools, 1, write.kv)
     scales, zeros = (views.value_scales[0, 0, :, :, kind].swapaxes(1, 2).reshape(-1, 2) for kind in (0, 1))
     assert (scales[:6] > 0x7F80).nonzero()[0].tolist() == [0, 1] and (scales[:6] > 0x7F80).nonzero()[1].tolist() == [
         0,

@@ -40,7 +40,7 @@ from tests.cuda.test_engine import built
 from tests.emulator.device import device_for
 from tests.helpers.graphs import checkpoint_of, random_tokens, relative_error
 from tests.helpers.onnx_run import Array
-from tests.helpers.paged_kv import codes_of, rotated, stored
+from tests.helpers.paged_kv import KV_CODES, codes_of, rotated, stored
 
 VOCAB = 307
 
@@ -98,7 +98,7 @@ def test_the_simulation_has_the_kv_cache_of_gpus(kv: str) -> None:
     assert nearest < 3e-4 and 1.4 * nearest < min(others)
 
 
-@pytest.mark.parametrize("dtype", ["i8", "e4m3"])
+@pytest.mark.parametrize("dtype", KV_CODES)
 def test_keys_are_rounded_as_in_a_pool(dtype: str) -> None:
     """Keys agree to the last bit; one head is zeros, one has numbers too small for a scale, one has a NaN."""
     x = torch.randn(997, 3, 29, generator=torch.Generator().manual_seed(0))

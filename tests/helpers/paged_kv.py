@@ -9,7 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright import _cpu
+from enginewright.dtypes import DTYPES, KV_CACHES
 
+KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())
+KV_CODES = tuple(name for name in KV_DTYPES if DTYPES[name].largest)  # of 8 bits, with a scale for each row
 BLOCK_SIZE = 32
 PLANES = ("key", "value")
 SPLIT = 256
@@ -90,24 +93,42 @@ def nibbles_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.flatten(-2), torch.stack((scale + (x * 0).sum(-1), zero), -1).bfloat16()
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a plane's numbers in torch."""
+    dtype: torch.dtype = getattr(torch, DTYPES[name].torch)
+    return dtype
+
+
+def is_fp8(name: str) -> bool:
+    """Returns True if planes of this dtype hold FP8."""
+    return name in KV_CODES and torch_dtype(name).is_floating_point
+
+
 def bits(values: torch.Tensor) -> NDArray[np.generic]:
     """The bits of numbers in FP8 or, after rounding, bf16; int8 stays as it is."""
     if values.dtype == torch.int8:
         return values.numpy()
-    if values.dtype == torch.float8_e4m3fn:
+    if values.dtype.itemsize == 1:
         return values.view(torch.uint8).numpy()
     return values.bfloat16().contiguous().view(torch.uint16).numpy()
 
 
+def finite_codes(dtype: str) -> NDArray[np.generic]:
+    """The codes that planes may hold."""
+    if dtype == "i8":
+        return np.arange(-127, 128, dtype=np.int8)
+    codes = torch.arange(256).to(torch.uint8)
+    return codes[codes.view(torch_dtype(dtype)).float().isfinite()].numpy()
+
+
 def codes_of(rows: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as int8 or FP8, and their scales [..., 1] in fp32."""
-    rows, code_max = rows.float(), {"i8": 127, "e4m3": 448}[dtype]
+    rows, code_max = rows.float(), DTYPES[dtype].largest
     largest = rows.abs().amax(-1, keepdim=True)
     # code_max / largest would be code_max * (1 / largest), rounded twice.
     factor = torch.full_like(largest, code_max) / largest
     numbers = (rows * factor).nan_to_num(0)
-    codes = numbers.round().to(torch.int8) if dtype == "i8" else numbers.to(torch.float8_e4m3fn)
-    return codes, largest / code_max
+    return (numbers if is_fp8(dtype) else numbers.round()).to(torch_dtype(dtype)), largest / code_max
 
 
 def stored(rows: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -140,19 +161,19 @@ class PoolViews:
     zeros bits of bf16 [blocks, kv_heads, groups or tokens / 2, dims / 32, 2, tokens].
     """
 
-    def __init__(self, heads: Heads, pools: _cpu.CacheBlocks, layer: int) -> None:
-        self.heads, count, width = heads, heads.kv_heads, heads.head_dim_pad
+    def __init__(self, heads: Heads, pools: _cpu.CacheBlocks, layer: int, dtype: str) -> None:
+        self.heads, self.dtype, count, width = heads, dtype, heads.kv_heads, heads.head_dim_pad
         keys, values = (pools.plane(layer, name) for name in PLANES)
-        self.dtype, size = {"int8": "i8", "uint8": "e4m3", "uint16": "bf16"}[keys.dtype.name], BLOCK_SIZE * width
-        if keys.shape[-1] < size:
-            self.dtype, size, self.depth = "u4", size // 2, 2
+        size = BLOCK_SIZE * width
+        if dtype == "u4":
+            size, self.depth = size // 2, 2
             self.keys = keys[..., :size].reshape(-1, count, BLOCK_SIZE // 16, width // 4, 16, 2)
             self.values = values[..., :size].reshape(-1, count, BLOCK_SIZE // 2, width // 2, 2)
             key_scales, value_scales = (pool[..., size:].view(np.uint16) for pool in (keys, values))
             self.key_scales = key_scales.reshape(-1, count, BLOCK_SIZE // 16, width // 32, 2, 16)
             self.value_scales = value_scales.reshape(-1, count, BLOCK_SIZE // 2, width // 32, 2, 2)
             return
-        self.depth = 2 if self.dtype == "bf16" else 4
+        self.depth = 2 if dtype == "bf16" else 4
         self.keys = keys[..., :size].reshape(-1, count, BLOCK_SIZE // 16, width // self.depth, 16, self.depth)
         self.values = values[..., :size].reshape(-1, count, BLOCK_SIZE // self.depth, width, self.depth)
         self.key_scales, self.value_scales = (pool[..., size:].view(np.float32) for pool in (keys, values))
@@ -185,8 +206,7 @@ class PoolViews:
                 scales[:] = bits(torch.from_numpy(random.choice([1.0, -1.0, 3e30, -3e30], scales.shape)))
                 scales[0] = 0x7FC0  # NaN
             elif self.dtype != "bf16":
-                codes = range(-127, 128) if self.dtype == "i8" else [*range(127), *range(128, 255)]
-                pool[:] = random.choice(codes, pool.shape)
+                pool[:] = random.choice(finite_codes(self.dtype), pool.shape)
                 scales[:] = random.choice([1.0, 3e30], scales.shape)
                 scales[0] = np.nan
             else:
@@ -205,7 +225,7 @@ class PagedKv:
         counts = [-(-chunk.end // BLOCK_SIZE) for chunk in chunks]
         self.kv_blocks = max(counts)
         self.pools = kv_blocks(1, sum(counts) + 3, heads.kv_heads, heads.head_dim, dtype)
-        views = PoolViews(heads, self.pools, 0)
+        views = PoolViews(heads, self.pools, 0, dtype)
         random = np.random.default_rng(0)
         views.poison(random)
         free = iter(random.permutation(sum(counts)) + 1)

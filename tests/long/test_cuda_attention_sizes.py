@@ -9,7 +9,7 @@ from tests.cuda.kernels import test_attention as short
 from tests.emulator.kernels import SCHEDULES, Kernels
 from tests.helpers.breadth import others
 from tests.helpers.cuda_attention import Attention, compiled, part
-from tests.helpers.paged_kv import Chunk, Heads
+from tests.helpers.paged_kv import KV_DTYPES, Chunk, Heads
 
 DIMS = (24, 64, 80, 96, 128, 256)
 GROUPS = (1, 3, 5, 8, 16, 20)
@@ -27,7 +27,7 @@ def attentions() -> Iterator[Attention]:
         kv_heads = int(random.integers(1, 3))
         yield Attention(
             Heads(group * kv_heads, kv_heads, dim),
-            ("bf16", "i8", "e4m3", "u4")[index % 4],
+            KV_DTYPES[index % len(KV_DTYPES)],
             window=int(random.choice([0, 0, 1, 31, 128, 300])),
             softcap=float(random.choice([0.0, 5.0])),
             out=str(random.choice(["bf16", "f32"])),

@@ -17,10 +17,10 @@ from tests.helpers.cuda_attention import (
     decode,
     part,
 )
-from tests.helpers.paged_kv import Heads, whole
+from tests.helpers.paged_kv import KV_DTYPES, Heads, whole
 
 SMALL = Heads(6, 2, 24)
-BY_KV = [Attention(SMALL, kv, out="f32") for kv in ("bf16", "i8", "e4m3", "u4")]
+BY_KV = [Attention(SMALL, kv, out="f32") for kv in KV_DTYPES]
 CROWDED = [Attention(SMALL, kv, out="f32", crowded=True) for kv in ("bf16", "i8")]
 SHAPES = [
     Attention(Heads(2, 2, 64), window=150),

@@ -10,22 +10,16 @@ from enginewright.plugins.kernel import CudaKernel, Matrix
 from tests.emulator.kernels import SCHEDULES
 from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, strided, vector
 from tests.helpers.cuda_kv import BLOCK_SIZE, Pools
+from tests.helpers.paged_kv import KV_DTYPES, is_fp8
 from tests.helpers.paged_kv import rotated as rotate
 
 TOKENS = linear(tokens=1)
 
 
-WRITES = [
-    ("bf16", 6, 2, 24, 24),
-    ("i8", 3, 3, 50, 32),
-    ("e4m3", 7, 1, 80, 80),
-    ("bf16", 4, 1, 128, 6),
-    ("i8", 3, 1, 40, 0),
-    ("u4", 6, 2, 24, 24),
-    ("u4", 3, 1, 80, 32),
-    ("u4", 2, 1, 256, 0),
-]
-SOME_WRITES = [WRITES[0], WRITES[2], WRITES[4], WRITES[6]]  # each dtype; all columns rotated, some, and none
+# heads, kv_heads, head_dim, rotated: all columns are rotated, some, or none.
+SHAPES = [(6, 2, 24, 24), (3, 1, 40, 0), (7, 1, 80, 80), (3, 1, 80, 32), (3, 3, 50, 32), (4, 1, 128, 6), (2, 1, 256, 0)]
+WRITES = [(kv, *shape) for shape in SHAPES for kv in KV_DTYPES]
+SOME_WRITES = [(kv, *shape) for kv, shape in zip(KV_DTYPES, SHAPES, strict=False)]  # each dtype
 
 
 @pytest.mark.parametrize(("kv", "heads", "kv_heads", "head_dim", "rotated"), SOME_WRITES)
@@ -85,7 +79,7 @@ def test_rope_and_write(kv: str, heads: int, kv_heads: int, head_dim: int, rotat
     expected.write(slots, torch.from_numpy(turned(k)), torch.from_numpy(v))
     for schedule in SCHEDULES:
         pools, out = run(schedule)
-        if kv == "e4m3":  # zeros of either sign
+        if is_fp8(kv):  # zeros of either sign
             codes = pools.memory[..., : BLOCK_SIZE * pools.pad]
             codes[codes == 0x80] = 0
             assert (expected.memory[..., : BLOCK_SIZE * pools.pad] != 0x80).all()
