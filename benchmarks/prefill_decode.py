@@ -9,7 +9,7 @@ prompts that share nothing. Three cases in turn in each round:
     one      one server, which reads the long prompts in chunks between the streams' tokens (its default)
     apart    the streams' server only decodes; another process on the same machine computes the long prompts
 
-Each server has half of the cores, so `one` has as many as the decoding server of `apart`, and nothing beside it.
+Each server has half of the cores, so `one` has as many as the decoding server of `apart`, and nothing next to it.
 Prints the gaps between pieces of the streams (p50, p99, longest), their p99 as a multiple of `alone` within the round,
 the time to the first token of the long prompts, and the bytes that moved for each.
 """

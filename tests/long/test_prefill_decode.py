@@ -1,4 +1,4 @@
-"""Prefill and decode apart, with processes of a real model: the same bits as one server, whoever is killed when."""
+"""Prefill and decode apart, with processes of a real model: the same bits as one server, also where one is killed."""
 
 import json
 import os
