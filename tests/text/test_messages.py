@@ -10,7 +10,7 @@ import pytest
 from enginewright.errors import UsageError
 from enginewright.runtime.text.detokenizer import Detokenizer
 from enginewright.runtime.text.messages.bare import typed
-from enginewright.runtime.text.messages.calls import ArgumentsPiece, CallFormat, CallPiece, WrittenCalls
+from enginewright.runtime.text.messages.calls import ArgumentsPiece, CallFormat, CallOutcomes, CallPiece, WrittenCalls
 from enginewright.runtime.text.messages.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from enginewright.runtime.text.messages.formats import (
     CALL_FORMATS,
@@ -322,6 +322,79 @@ def test_how_much_of_a_call_that_is_cut_is_given(calls: CallFormat, text: str, f
     """Nothing before its name is known, then its arguments as far as they came; text where it can be no call."""
     for pieces in cuts(text):
         assert parse(MessageFormat(None, calls), pieces, is_cut=True) == found, pieces
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def outcomes(calls: CallFormat, pieces: Sequence[str], *, is_cut: bool = False, **options: bool) -> CallOutcomes:
+    """How the calls of a message have ended."""
+    parser = new_parser(MessageFormat(THINK, calls), TOOLS, **options)
+    assert parser is not None and parser.may_call
+    for text in pieces:
+        parser.push(text)
+    parser.end(is_cut=is_cut)
+    return parser.outcomes
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_calls_are_counted_once_wherever_they_are_cut(name: str) -> None:
+    calls, text = CUT[name]
+    num_calls = 1 if name == "harmony" else len(CASES[name][2])
+    assert outcomes(calls, [text]) == outcomes(calls, list(text)) == CallOutcomes(parsed=num_calls)
+    for end in range(1, len(text), 5):
+        message = text[:end]
+        found = outcomes(calls, [message], is_cut=True)
+        assert found == outcomes(calls, list(message), is_cut=True), message
+        given = [
+            one for one in parse(MessageFormat(THINK, calls), [message], is_cut=True) if isinstance(one, CallPiece)
+        ]
+        complete = [one for one in given if _is_json(one.arguments)]
+        assert found.parsed == len(complete) and found.malformed == 0, message
+        assert len(given) - len(complete) <= found.cut <= 1, message  # one may be cut before its name
+
+
+@pytest.mark.parametrize(
+    ("calls", "text", "found"),
+    [
+        (HERMES, "So <tool_call> oh, no", CallOutcomes(malformed=1)),
+        (HERMES, "<think>\nA <tool_call> oh, no\n</think>\nNo.", CallOutcomes()),  # it reasons about calls
+        (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', CallOutcomes(malformed=1)),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', CallOutcomes(malformed=1)),  # the model ends there
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, oh}}</tool_call>', CallOutcomes(malformed=1)),
+        (HERMES, f'{_hermes("add", {})}\n<tool_call>{{"name": 3}}</tool_call>', CallOutcomes(parsed=1, malformed=1)),
+        (HERMES, f"{_hermes('add', {})}\nDone.\n{_hermes('other', {})}", CallOutcomes(parsed=2)),
+        (HERMES, "I add nothing.", CallOutcomes()),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {}}, {"name": 3}]', CallOutcomes(parsed=1)),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {}}, {"name": "add", 3}]', CallOutcomes(1, 0, 1)),
+        (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": oh}', CallOutcomes(malformed=1)),
+        (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": 1', CallOutcomes(malformed=1)),
+        (DEEPSEEK_V31, _deepseek(_v31("add", ADD).replace("null", "oh")), CallOutcomes(malformed=1)),
+        (HARMONY, f"{HARMONY_CALL}no JSON", CallOutcomes(malformed=1)),
+        (PYTHONIC, "[add(a=nan)]", CallOutcomes(malformed=1)),
+        (PYTHONIC, "[1, 2, 3]", CallOutcomes()),  # a list, which no mark makes a call
+        (LLAMA3_JSON, '{"temperature": 20, "unit": "C"}', CallOutcomes()),  # an answer as JSON
+        (LLAMA3_JSON, '{"name": "Ann", "age": 20}', CallOutcomes()),
+        (LLAMA3_JSON, '{"name": "add", "parameters": [1]}', CallOutcomes(malformed=1)),
+    ],
+)
+def test_which_calls_are_malformed(calls: CallFormat, text: str, found: CallOutcomes) -> None:
+    for pieces in cuts(text):
+        assert outcomes(calls, pieces) == found, pieces
+
+
+def test_calls_that_do_not_count_have_no_outcome() -> None:
+    text = f"{_hermes('add', {})}\n" * 3
+    assert outcomes(HERMES, [text], several=False) == CallOutcomes(parsed=1)
+    broken = f'{_hermes("add", {})}\n{_hermes("add", {})}\n<tool_call>{{"name": "add", "arguments": {{"a": '
+    assert outcomes(HERMES, [broken], is_cut=True, several=False) == CallOutcomes(parsed=1)
+    assert outcomes(HERMES, [broken], is_cut=True) == CallOutcomes(parsed=2, cut=1)
+    assert outcomes(HERMES, [broken], is_cut=True, only_first=True) == CallOutcomes(parsed=2, cut=1)
 
 
 def _refuse(constant: str) -> None:

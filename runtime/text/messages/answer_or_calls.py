@@ -2,7 +2,7 @@
 
 import re
 
-from enginewright.runtime.text.messages.calls import Schemas
+from enginewright.runtime.text.messages.calls import CallOutcomes, Schemas
 from enginewright.runtime.text.messages.parser import MessageFormat, MessageParser, Piece, ReasoningFormat, TextPiece
 from enginewright.runtime.text.messages.source import Reading
 
@@ -69,6 +69,16 @@ class AnswerOrCallsParser:
     def num_calls(self) -> int:
         """Number of calls so far."""
         return self._calls.num_calls
+
+    @property
+    def outcomes(self) -> CallOutcomes:
+        """Numbers of calls that have ended."""
+        return self._calls.outcomes
+
+    @property
+    def may_call(self) -> bool:
+        """True if there are tools."""
+        return self._calls.may_call
 
     @property
     def in_reasoning(self) -> bool:

@@ -25,6 +25,21 @@ class ArgumentsPiece(msgspec.Struct, frozen=True):
     text: str  # continuation of their JSON
 
 
+@dataclass
+class CallOutcomes:
+    """Numbers of tool calls by their outcome."""
+
+    parsed: int = 0  # complete calls
+    cut: int = 0  # calls that a limit or a stop string cut off
+    malformed: int = 0  # calls that are text, since they cannot be parsed, or whose arguments are no JSON object
+
+    def add(self, other: "CallOutcomes") -> None:
+        """Adds the numbers of other calls."""
+        self.parsed += other.parsed
+        self.cut += other.cut
+        self.malformed += other.malformed
+
+
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the tools' arguments, by name
 
 
@@ -49,6 +64,16 @@ class FoundCalls:
         self._begun: list[CallPiece] = []  # the latest call while it has no arguments
         self._name = ""
         self.is_certain = False
+
+    @property
+    def has_name(self) -> bool:
+        """True if the name of a call was read."""
+        return bool(self._name)
+
+    @property
+    def has_name_only(self) -> bool:
+        """True if the latest call has no arguments yet, so that it was not given out."""
+        return bool(self._begun)
 
     def begin(self, name: str) -> None:
         """Starts a call."""
@@ -92,8 +117,16 @@ def check_calls(calls: Sequence[CallPiece | ArgumentsPiece]) -> None:
     if not calls:
         raise ValueError("no calls")
     for call in calls:
-        if not isinstance(call, CallPiece) or not isinstance(check(call.arguments), dict):
+        if not isinstance(call, CallPiece) or not is_object(call.arguments):
             raise ValueError("arguments that are no object")
+
+
+def is_object(arguments: str) -> bool:
+    """True if arguments are a JSON object."""
+    try:
+        return isinstance(check(arguments), dict)
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)

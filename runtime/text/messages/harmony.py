@@ -96,7 +96,8 @@ class HarmonyParser(PieceParser):
             return
         found = FoundCalls(source, self._schemas, is_streamed=True)
         found.begin(recipient[1])
-        if self._schemas and (yield from self._read_calls(found, _read_arguments(source, found), may_be_cut=True)):
+        body = _read_arguments(source, found)
+        if self._schemas and (yield from self._read_calls(found, body, may_be_cut=True, is_marked=True)):
             source.drop()
         else:
             self._release()

@@ -12,10 +12,12 @@ from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.text.messages.calls import (
     ArgumentsPiece,
     CallFormat,
+    CallOutcomes,
     CallPiece,
     FoundCalls,
     Schemas,
     check_calls,
+    is_object,
 )
 from enginewright.runtime.text.messages.source import MessageSource, Reading
 
@@ -91,6 +93,11 @@ class PieceParser(ABC):
         schemas: schemas of the tools that may be called; None if there are none, so that everything like a call is
             text.
         several: whether calls after the first one count.
+
+    Attributes:
+        num_calls: number of calls so far, including one that is not complete.
+        outcomes: numbers of calls that have ended.
+        may_call: True if there are tools.
     """
 
     def __init__(self, schemas: Schemas | None, *, several: bool) -> None:
@@ -101,6 +108,8 @@ class PieceParser(ABC):
         self._is_wanted = True  # False if the latest call is one too many
         self._reading = self._read()
         self.num_calls = 0
+        self.outcomes, self.may_call = CallOutcomes(), bool(schemas)
+        self._arguments: list[list[str]] = []  # arguments of each call that is read or was read last, in parts
 
     @property
     @abstractmethod
@@ -138,18 +147,21 @@ class PieceParser(ABC):
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _read_calls(self, found: FoundCalls, reading: Reading[None], *, may_be_cut: bool) -> Reading[bool]:
+    def _read_calls(
+        self, found: FoundCalls, reading: Reading[None], *, may_be_cut: bool, is_marked: bool
+    ) -> Reading[bool]:
         """Reads calls and gives them out.
 
         Args:
             found: collects the calls.
             reading: the reader of the calls.
             may_be_cut: whether a text that is no call yet is dropped if the message is cut off.
+            is_marked: whether a mark of calls precedes, so that a text that is no call counts as a malformed one.
 
         Returns:
             True if the text consists only of calls; otherwise the source still has it.
         """
-        self._found = found
+        self._found, self._arguments = found, []
         try:
             yield from reading
             calls = found.end()
@@ -164,19 +176,38 @@ class PieceParser(ABC):
                 self._give(found.end())
             elif found.is_certain:
                 self._give(found.take())
+            if is_over or found.is_certain or (may_be_cut and (is_marked or found.has_name)):
+                self._count_calls(is_one_missing=not self._arguments or found.has_name_only)
             return is_over
         finally:
             self._found = None
         self._give(calls)
+        self._count_calls()
         return True
+
+    def _count_calls(self, *, is_one_missing: bool = False) -> None:
+        """Counts the calls that were read last. One is complete if its arguments are an object.
+
+        Args:
+            is_one_missing: whether there is one more, which was not given out.
+        """
+        num_complete = sum(is_object("".join(parts)) for parts in self._arguments)
+        num_broken = len(self._arguments) - num_complete + (is_one_missing and (self._several or not self.num_calls))
+        self.outcomes.parsed += num_complete
+        if self._source.is_cut and self._source.met_end:
+            self.outcomes.cut += num_broken
+        else:
+            self.outcomes.malformed += num_broken
 
     def _give(self, calls: Sequence[CallPiece | ArgumentsPiece]) -> None:
         for piece in calls:
             if isinstance(piece, CallPiece):
                 self._is_wanted = self._several or not self.num_calls
                 self.num_calls += self._is_wanted
+                self._arguments += [[]] if self._is_wanted else []
             if self._is_wanted:
                 self._pieces.append(piece)
+                self._arguments[-1].append(piece.arguments if isinstance(piece, CallPiece) else piece.text)
 
 
 class MessageParser(PieceParser):
@@ -219,13 +250,13 @@ class MessageParser(PieceParser):
             if calls is not None and calls.begins and not self._has_text and not self._in_reasoning:
                 yield from source.space()
                 if (yield from source.starts_with(calls.begins)):
-                    yield from self._read_block(calls)
+                    yield from self._read_block(calls, is_marked=False)
             mark = yield from source.pass_on_until(self._release, *self._marks())
             if not mark:
                 break
             yield from source.has(mark)
             if calls is not None and mark == calls.open:
-                yield from self._read_block(calls)
+                yield from self._read_block(calls, is_marked=True)
             else:
                 self._begin(in_reasoning=not self._in_reasoning)
         rest = source.take_rest()  # may be the prefix of a mark
@@ -245,14 +276,20 @@ class MessageParser(PieceParser):
         self._source.drop()
         self._in_reasoning, self._is_at_start = in_reasoning, True
 
-    def _read_block(self, calls: CallFormat) -> Reading[None]:
-        """Reads calls after their mark, or text if there are none."""
+    def _read_block(self, calls: CallFormat, *, is_marked: bool) -> Reading[None]:
+        """Reads calls, or text if there are none.
+
+        Args:
+            calls: the format of the calls.
+            is_marked: whether their mark precedes.
+        """
         source, reasoning = self._source, self._reasoning
         found = FoundCalls(source, self._schemas, is_streamed=calls.is_streamed and not self._in_reasoning)
         closing = (calls.open, calls.close) if calls.close else ()
         source.stops = (*closing, reasoning.close) if reasoning is not None and self._in_reasoning else closing
         block = self._read_whole_block(calls, found)
-        if (yield from self._read_calls(found, block, may_be_cut=not self._in_reasoning)):
+        may_be_cut = not self._in_reasoning
+        if (yield from self._read_calls(found, block, may_be_cut=may_be_cut, is_marked=is_marked)):
             self._begin(in_reasoning=False)
         else:
             self._is_at_start |= found.is_certain
