@@ -51,6 +51,11 @@ class Cache:
         """Number of blocks or slots of each group that no sequence holds."""
         return tuple(kind.pool.num_free for kind in self._kinds)
 
+    @property
+    def num_evictions(self) -> int:
+        """Number of blocks and slots of all groups whose content was evicted for other content, since the start."""
+        return sum(kind.pool.num_evictions for kind in self._kinds)
+
     def watch(self, events: CacheEvents) -> None:
         """Reports to `events`, from now on, each block that can be found and each that no longer can."""
         for group, kind in enumerate(self._kinds):

@@ -27,6 +27,7 @@ class Pool:
         self._kept: dict[int, None] = {}  # free places with a tag; the least recently used first
         self._tags: dict[int, Tag] = {}
         self._published: dict[bytes, int] = {}
+        self.num_evictions = 0  # places whose content could be found until they were reused
         # Called with a key that can be found from now on (True), or no longer can (False).
         self.watch: Callable[[bytes, bool], None] | None = None
         # Called with a key and its place when the place can be found from now on, and again before it is reused. The
@@ -53,8 +54,10 @@ class Pool:
         else:
             place = next(iter(self._kept))
             del self._kept[place]
-            if self.save is not None and self._published.get(key := self._tags[place].key) == place:
-                self.save(key, place)
+            if self._published.get(key := self._tags[place].key) == place:
+                self.num_evictions += 1
+                if self.save is not None:
+                    self.save(key, place)
             self._untag(place)
         self._holders[place] = 1
         return place

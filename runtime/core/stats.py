@@ -48,6 +48,7 @@ class Stats:
     # those above all bounds.
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     num_preemptions: int = 0  # preemptions of sequences
+    num_evictions: int = 0  # blocks and slots of the prefix cache that were reused for other content
     computed_tokens: int = 0  # tokens that went through the model, again after a preemption
     prompt_tokens: int = 0  # prompt tokens of the admitted sequences, counted once for all answers to a prompt
     cached_prompt_tokens: int = 0  # number of these that were in the prefix cache
@@ -82,6 +83,7 @@ class Stats:
 TOTALS = (
     "num_steps",
     "num_preemptions",
+    "num_evictions",
     "computed_tokens",
     "prompt_tokens",
     "cached_prompt_tokens",
@@ -145,6 +147,7 @@ class StepCounts:
             num_steps=self._steps,
             step_sizes=tuple(self._sizes),
             num_preemptions=scheduler.num_preemptions,
+            num_evictions=scheduler.num_evictions,
             computed_tokens=self._tokens,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_prompt_tokens=scheduler.num_cached_prompt_tokens,

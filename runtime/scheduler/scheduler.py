@@ -115,6 +115,11 @@ class Scheduler:
         return self._waiting.num_cached_prompt_tokens
 
     @property
+    def num_evictions(self) -> int:
+        """Number of blocks and slots that were evicted from the prefix cache, since the start."""
+        return self._cache.num_evictions
+
+    @property
     def num_free_blocks(self) -> tuple[int, ...]:
         """Number of blocks or slots that no sequence holds, for each cache group."""
         return self._cache.num_free
