@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from secrets import token_hex
 from typing import Any
 
@@ -27,6 +26,7 @@ from enginewright.runtime.server.anthropic_body import read_messages
 from enginewright.runtime.server.anthropic_form import AnthropicError, MessagesForm
 from enginewright.runtime.server.chat import CHAT_KEYS, ChatForm
 from enginewright.runtime.server.completions import COMPLETION_KEYS, CompletionForm
+from enginewright.runtime.server.config import tenant_of
 from enginewright.runtime.server.cors import Cors
 from enginewright.runtime.server.embeddings import EmbeddingBody, RerankBody, ScoreBody, TextsRoute
 from enginewright.runtime.server.engines import Engines
@@ -58,7 +58,7 @@ class App:
     def __init__(self, engines: Engines, hosts: HostCheck) -> None:
         self._engines, self._hosts = engines, hosts
         self._cors = Cors(engines.config.allowed_origins)
-        self._keys = [sha256(key.encode()).hexdigest() for key in engines.config.api_keys]
+        self._keys = [tenant_of(key) for key in engines.config.api_keys]
         endpoint = engines.config.otlp_traces_endpoint
         self._traces = None if endpoint is None else Traces(endpoint)
         page = Page() if engines.config.page else None
@@ -132,7 +132,7 @@ class App:
             return ""
         values = header(scope, b"authorization") or [b"bearer " + key for key in header(scope, b"x-api-key")]
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
-        given = sha256(key.strip()).hexdigest()
+        given = tenant_of(key.strip())
         known = [hmac.compare_digest(given, one) for one in self._keys]
         if scheme.lower() != b"bearer" or not any(known):
             raise ApiError(

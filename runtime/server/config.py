@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from enginewright.runtime.server.hosts import is_host
 from enginewright.runtime.text.messages.formats import call_format
 
 METRICS_COMPAT = ("vllm",)
+MAX_TENANT_CLASSES = 8  # different ones, since each is a value of a label of metrics
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class ServerConfig:
     port: int = 8000  # TCP port; 0 chooses a free one
     served_model_names: tuple[str, ...] = ()  # names of the model in requests; empty means the engine's own name
     api_keys: tuple[str, ...] = ()  # accepted API keys; with any, every route except /health and the page requires one
+    # class of each key's tenant in metrics, in the order of the keys; empty means that tenants have no classes
+    tenant_classes: tuple[str, ...] = ()
     page: bool = True  # True serves the web page at /
     drain_seconds: float = 30.0  # seconds that running requests may take to end after the signal to stop
     max_num_waiting: int = 1024  # maximum number of completions that wait for their first token outside the batch
@@ -68,6 +72,19 @@ class ServerConfig:
             raise UsageError("ssl_keyfile needs ssl_certfile", "a key without a certificate is no identity")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_keys):
             raise UsageError("an API key is empty or cannot be sent", "it must be printable ASCII without outer spaces")
+        if self.tenant_classes and len(self.tenant_classes) != len(self.api_keys):
+            raise UsageError(
+                f"there are {len(self.tenant_classes)} tenant_classes and {len(self.api_keys)} API keys",
+                "each key must have a class",
+                "Name one class for each key, in the order of the keys; keys may have the same class.",
+            )
+        if (count := len(set(self.tenant_classes))) > MAX_TENANT_CLASSES:
+            raise UsageError(f"there are {count} different tenant_classes", f"there may be {MAX_TENANT_CLASSES}")
+
+
+def tenant_of(key: bytes | str) -> str:
+    """The tenant of an API key, which is its hash, so that the key itself is kept nowhere else."""
+    return sha256(key.encode() if isinstance(key, str) else key).hexdigest()
 
 
 class _Rule(NamedTuple):
@@ -103,6 +120,10 @@ _RULES: Mapping[str, _Rule] = {
 # Rules of each value of a tuple.
 _RULES_OF_EACH: Mapping[str, _Rule] = {
     "served_model_names": _Rule(lambda name: name and name.isprintable(), "it must be printable characters"),
+    "tenant_classes": _Rule(
+        re.compile("[a-z][a-z0-9_-]{0,31}").fullmatch,
+        "it must be 1 to 32 lower-case letters, digits, _ and -, and begin with a letter",
+    ),
     "allowed_origins": _Rule(
         ORIGIN.fullmatch,
         "it must be as browsers send it: scheme, host in lower case, and any port that is not the default",

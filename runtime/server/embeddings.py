@@ -220,7 +220,7 @@ class Texts:
     """
 
     def __init__(self, service: Service, log: RequestLog, arrived: float, work: WorkClass) -> None:
-        self._service, self._log, self._arrived, self._class = service, log, arrived, work
+        self._service, self._log, self.arrived, self._class = service, log, arrived, work
         self._work: asyncio.Task[tuple[list[TextTokens], list[Vector]]] | None = None
         self._stopped: Exception | None = None  # error that ends the request early
 
@@ -243,7 +243,7 @@ class Texts:
             self._work = asyncio.create_task(self._compute(body, reservation.tokenized))
             texts, rows = await self._work
             num_tokens, end = sum(len(text.ids) for text in texts), "stop"
-            service.metrics.e2e.observe(time.perf_counter() - self._arrived)
+            service.metrics.e2e.observe(time.perf_counter() - self.arrived)
             return texts, rows
         except asyncio.CancelledError:
             if self._stopped is None:
@@ -258,8 +258,13 @@ class Texts:
             watch.cancel()
             reservation.close()
             service.metrics.finished[end] += 1
-            self._log.embedded(num_tokens, time.perf_counter() - self._arrived, end)
+            self._log.embedded(num_tokens, time.perf_counter() - self.arrived, end)
             service.live.discard(self)
+
+    @property
+    def is_waiting(self) -> bool:
+        """False: texts are computed as soon as they are tokenized."""
+        return False
 
     def stop(self, why: Exception) -> None:
         """Ends the request early; `why` is raised where its rows are awaited."""

@@ -14,11 +14,13 @@ from enginewright.errors import EngineError, UsageError, WorkerLostError
 from enginewright.runtime.api.async_llm import AsyncRequest, Structure
 from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.prompts import Conversation, Prompt
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.admission import Reservation
 from enginewright.runtime.server.errors import ApiError, answer_error, from_engine, internal, shutting_down
 from enginewright.runtime.server.form import Choice, Form, Usage
 from enginewright.runtime.server.log import RequestLog
+from enginewright.runtime.server.slices import Measurements, slice_values
 from enginewright.runtime.server.wire import ClientGone, send_json, until_gone
 from enginewright.runtime.server.work import timed_out
 from enginewright.runtime.step.work_class import WorkClass
@@ -89,14 +91,20 @@ class Generation:
     ) -> None:
         self._new_parsers, self._structure = new_parsers, structure
         self._work, self._timeout_s, self._kv_transfer_params = work, timeout_s, kv_transfer_params
-        self._service, self._form, self._params, self._arrived = service, form, params, arrived
+        self._service, self._form, self._params, self.arrived = service, form, params, arrived
         self._log = log
         self._first_token_s: float | None = None  # seconds from the request's arrival
         self._requests: list[AsyncRequest] = []
         self._choices: list[list[Choice]] = []  # by prompt
+        self._measured: list[Measurements] = []  # by prompt
         self._reservations: Sequence[Reservation] = ()
         self._stopped: Exception | None = None  # error that ends the request early
         self._started = False  # True once the response's head was sent
+
+    @property
+    def is_waiting(self) -> bool:
+        """True until the engine has begun with all prompts."""
+        return not self._requests or any(request.request.queue_s is None for request in self._requests)
 
     async def run(self, prompts: Sequence[Prompt], salt: str, stream: bool, receive: Receive, send: Send) -> None:
         """Computes the completions, and sends them.
@@ -144,7 +152,7 @@ class Generation:
         """Timer that ends the request at its timeout."""
         if self._timeout_s is None:
             return None
-        left = self._arrived + self._timeout_s - time.perf_counter()
+        left = self.arrived + self._timeout_s - time.perf_counter()
         return asyncio.get_running_loop().call_later(max(left, 0.0), self.stop, timed_out(self._timeout_s))
 
     async def _watch(self, receive: Receive) -> None:
@@ -164,6 +172,7 @@ class Generation:
             part = self._form.prompt_part(prompt, request.token_ids, request.request.prompt_logprobs)
             first = len(self._requests) * self._params.n
             self._requests.append(request)
+            self._measured.append(Measurements())
             parsers = self._new_parsers(request.token_ids, self._params.n)
             self._choices.append([Choice(index, part, parser=one) for index, one in enumerate(parsers, start=first)])
         for request in self._requests:
@@ -227,12 +236,16 @@ class Generation:
         if self._stopped is not None:
             raise self._stopped
         metrics, now, count = self._service.metrics, time.perf_counter(), len(delta.tokens)
+        measured = self._measured[number]
         if choice.last_s is None:
             self._reservations[number].begun()
-            metrics.first_token.observe(now - self._arrived)
-            self._first_token_s = self._first_token_s or now - self._arrived
+            metrics.first_token.observe(now - self.arrived)
+            measured.first_token.observe(now - self.arrived)
+            self._first_token_s = self._first_token_s or now - self.arrived
         elif count:
-            metrics.between_tokens.observe((now - choice.last_s) / count, count)
+            gap_s = (now - choice.last_s) / count
+            metrics.between_tokens.observe(gap_s, count)
+            measured.between_tokens.observe(gap_s, count)
         choice.last_s = now
         choice.num_tokens += count
         if delta.finish_reason is None:
@@ -243,7 +256,7 @@ class Generation:
             raise shutting_down(0)
         if delta.finish_reason == "error":
             raise answer_error(delta.stop_reason)
-        metrics.e2e.observe(now - self._arrived)
+        metrics.e2e.observe(now - self.arrived)
 
     @property
     def _all_choices(self) -> list[Choice]:
@@ -271,17 +284,44 @@ class Generation:
         self._stopped = None  # its traceback refers to this object, which would be a reference cycle
         for request in self._requests:
             request.abort()
-        for request, choices in zip(self._requests, self._choices, strict=True):
-            if all(choice.finish_reason in ("stop", "length") for choice in choices):
-                self._service.metrics.request_done(request.request, [choice.num_tokens for choice in choices])
+        for one, choices, measured in zip(self._requests, self._choices, self._measured, strict=True):
+            self._count(one.request, choices, measured)
         for reservation in self._reservations:
             reservation.close()
         left = sum(choice.finish_reason is None for choice in self._all_choices)
         self._service.metrics.finished["abort"] += left
         if self._requests:
-            total_s = time.perf_counter() - self._arrived
+            total_s = time.perf_counter() - self.arrived
             self._log.answered([one.request for one in self._requests], self._choices, self._first_token_s, total_s)
         self._service.live.discard(self)
+
+    def _count(self, request: Request, choices: Sequence[Choice], measured: Measurements) -> None:
+        """Counts a prompt in the metrics at its end.
+
+        Args:
+            request: the prompt's request.
+            choices: its completions.
+            measured: what was measured of them.
+        """
+        metrics, num_tokens = self._service.metrics, [choice.num_tokens for choice in choices]
+        if all(choice.finish_reason in ("stop", "length") for choice in choices):
+            metrics.request_done(request, num_tokens)
+            measured.complete(request.arrived_at - self.arrived, request.metrics)
+        if request.queue_s is not None:
+            measured.num_tokens.update(prompt=request.num_prompt_tokens, cached=request.num_cached_tokens)
+        measured.num_tokens.update(generation=sum(num_tokens))
+        parsers = [choice.parser for choice in choices if choice.parser is not None]
+        for parser in parsers:
+            metrics.calls_done(parser.outcomes)
+        if request.params.structured_outputs is not None:
+            own_ends = (None, *self._service.llm.engine.eos_token_ids)
+            for choice in choices:
+                is_cut = choice.finish_reason == "length" or choice.stop_reason not in own_ends
+                metrics.structured_done(choice.finish_reason, is_cut=is_cut)
+        may_call = any(parser.may_call for parser in parsers)
+        tenant_class = self._service.tenant_classes.get(self._work.tenant)
+        values = slice_values(request, may_call=may_call, work=self._work, tenant_class=tenant_class)
+        metrics.slices.add(values, measured)
 
 
 async def _together(parts: Sequence[Coroutine[Any, Any, None]]) -> None:

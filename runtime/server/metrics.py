@@ -3,10 +3,11 @@
 Everything belongs to the thread of the event loop; the engine's counters are read when a scraper asks.
 """
 
-from bisect import bisect_left
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import inf
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Protocol
 
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
@@ -22,7 +23,10 @@ from enginewright import __version__
 from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.stats import STEP_TOKENS, Stats
 from enginewright.runtime.device.memory_plan import KvBlocks
+from enginewright.runtime.server.histogram import Histogram, cumulative
+from enginewright.runtime.server.slices import Slices
 from enginewright.runtime.speculation.stats import SpeculationStats
+from enginewright.runtime.text.messages.calls import CallOutcomes
 
 PREFIX = "enginewright_"
 VLLM_PREFIX = "vllm:"
@@ -61,46 +65,11 @@ VLLM_NAMES = frozenset(
     )
 )
 FINISH_REASONS = ("stop", "length", "abort", "error")
+STRUCTURED_OUTCOMES = ("complete", "cut", "failed", "aborted")
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 N_CHOICES = (1, 2, 5, 10, 20)
 WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-
-
-class Histogram:
-    """A histogram for a single thread; prometheus_client's takes a lock for each observation.
-
-    Args:
-        bounds: upper bounds of the buckets, in ascending order.
-    """
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Counts a value, `times` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by bound, and the sum of all values."""
-        return cumulative(self._bounds, self._counts), self._sum
-
-
-def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Buckets of a histogram with cumulative counts.
-
-    Args:
-        bounds: upper bounds of the buckets, in ascending order.
-        counts: counts of each bucket alone, and of the values above the last bound.
-    """
-    total, buckets = 0, []
-    for bound, count in zip((*bounds, inf), counts, strict=True):
-        total += count
-        buckets.append(("+Inf" if bound == inf else str(float(bound)), float(total)))
-    return buckets
 
 
 def token_bounds(max_tokens: int) -> list[int]:
@@ -138,6 +107,16 @@ def as_vllm(family: Metric) -> Metric | None:
     return renamed
 
 
+class LiveRequest(Protocol):
+    """A request that has not ended."""
+
+    arrived: float  # time of arrival, by time.perf_counter, in seconds
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if the engine has not begun with it, or not with all of its prompts."""
+
+
 class Metrics:
     """Counters and histograms of an engine's requests and their completions.
 
@@ -151,6 +130,7 @@ class Metrics:
     def __init__(self, stats: Callable[[], Stats], model: str, content_hash: str, max_model_len: int) -> None:
         self._stats, self._model, self._content_hash = stats, model, content_hash
         self.cache: KvBlocks | None = None  # KV blocks since the engine was last opened
+        self.live: Collection[LiveRequest] = ()  # requests that have not ended, since the engine was last opened
         self.opening = Histogram(FIRST_TOKEN_S)  # seconds, from when there is memory for the engine
         self.first_token = Histogram(FIRST_TOKEN_S)
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
@@ -164,6 +144,9 @@ class Metrics:
         self._n = Histogram(N_CHOICES)
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.rejected: Counter[int] = Counter()
+        self.slices = Slices(PREFIX, model)
+        self._structured: Counter[str] = Counter(dict.fromkeys(STRUCTURED_OUTCOMES, 0))
+        self._tool_calls = CallOutcomes()
 
     def request_done(self, request: Request, num_tokens: Sequence[int]) -> None:
         """Counts a prompt whose completions have all ended without an error.
@@ -188,6 +171,25 @@ class Metrics:
         if request.params.max_tokens is not None:
             self._max_tokens.observe(request.params.max_tokens)
 
+    def structured_done(self, finish_reason: str | None, *, is_cut: bool) -> None:
+        """Counts a completion with a structure.
+
+        Args:
+            finish_reason: its end; None: it was aborted.
+            is_cut: whether a limit or a stop string ended it before its structure did.
+        """
+        match finish_reason:
+            case "stop" | "length":
+                self._structured["cut" if is_cut else "complete"] += 1
+            case "error":
+                self._structured["failed"] += 1
+            case _:
+                self._structured["aborted"] += 1
+
+    def calls_done(self, calls: CallOutcomes) -> None:
+        """Counts the calls of a completion that has ended."""
+        self._tool_calls.add(calls)
+
     def collect(self, *, is_open: bool) -> Iterator[Metric]:
         """All metrics of the engine.
 
@@ -201,12 +203,18 @@ class Metrics:
         )
         yield self._gauge("num_requests_running", "Completions in the engine's batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Completions that wait for a place in it.", stats.num_waiting)
+        waiting_s, running_s = self._max_age_s(is_waiting=True), self._max_age_s(is_waiting=False)
+        yield self._gauge("oldest_waiting_request_seconds", "Age of the oldest request that waits.", waiting_s)
+        yield self._gauge("oldest_running_request_seconds", "Age of the oldest request that runs.", running_s)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.", stats.kv_usage)
         yield self._counter("num_preemptions", "Completions that gave their KV blocks back.", stats.num_preemptions)
         yield self._counter("prompt_tokens", "Tokens of prompts, cached ones included.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens that were generated.", stats.generated_tokens)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found there.", stats.cached_prompt_tokens)
+        yield self._counter(
+            "prefix_cache_evictions", "Blocks whose content was evicted for other content.", stats.num_evictions
+        )
         if stats.disk is not None:
             restored, disk = stats.restored_tokens, stats.disk
             yield self._counter("kv_cache_disk_tokens", "Tokens read from disk instead of being computed.", restored)
@@ -226,12 +234,9 @@ class Metrics:
         yield self._counter("grammar_evictions", "Grammars that were evicted for others.", grammars.num_evictions)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
-        finished = CounterMetricFamily(
-            PREFIX + "request_success", "Completions that have ended.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in self.finished.items():
-            finished.add_metric([self._model, reason], count)
-        yield finished
+        yield self._counters("request_success", "Completions that have ended.", "finished_reason", self.finished)
+        yield self._counters("structured_outputs", "Ended completions with a structure.", "outcome", self._structured)
+        yield self._counters("tool_calls", "Tool calls of ended completions.", "outcome", asdict(self._tool_calls))
         yield rejections(self.rejected, self._model)
         yield self._histogram("time_to_first_token_seconds", "Until the first token of a completion.", self.first_token)
         yield self._histogram("inter_token_latency_seconds", "From one token to the next.", self.between_tokens)
@@ -252,6 +257,7 @@ class Metrics:
         )
         yield self._histogram("request_params_max_tokens", "max_tokens, where there is one.", self._max_tokens)
         yield self._histogram("request_params_n", "Completions of a prompt.", self._n)
+        yield from self.slices.collect()
         steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=["model_name"])
         steps.add_metric([self._model], cumulative(STEP_TOKENS, stats.step_sizes), stats.computed_tokens)
         yield steps
@@ -268,6 +274,11 @@ class Metrics:
         )
         build.add_metric([self._model, __version__, self._content_hash], 1)
         yield build
+
+    def _max_age_s(self, *, is_waiting: bool) -> float:
+        """Seconds since the oldest live request arrived, of those that wait or of those that run; 0: there is none."""
+        arrivals = [request.arrived for request in self.live if request.is_waiting == is_waiting]
+        return time.perf_counter() - min(arrivals) if arrivals else 0.0
 
     def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
         num_draft, num_accepted = sum(stats.drafted), sum(stats.accepted)
@@ -294,6 +305,12 @@ class Metrics:
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model], value)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model, key], value)
         return family
 
     def _histogram(self, name: str, text: str, values: Histogram) -> Metric:

@@ -9,7 +9,7 @@ from enginewright.errors import EngineError
 from enginewright.runtime.api.async_llm import AsyncLLM
 from enginewright.runtime.device.memory_plan import KvBlocks
 from enginewright.runtime.server.admission import Admission
-from enginewright.runtime.server.config import ServerConfig
+from enginewright.runtime.server.config import ServerConfig, tenant_of
 from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after, shutting_down
 from enginewright.runtime.server.generation import Generation
 from enginewright.runtime.server.log import Throughput
@@ -52,6 +52,9 @@ class Service:
             llm.max_model_len,
         )
         self.live: set[Generation | Texts] = set()  # requests that have not ended
+        self.metrics.live = self.live
+        # classes of tenants, if they have any
+        self.tenant_classes = dict(zip(map(tenant_of, config.api_keys), config.tenant_classes, strict=False))
         self.throughput = Throughput(llm.stats, self.live)
         self.draining = False  # True once the server is ending and takes no new requests
         self.stalled = False  # True while the running step exceeds the step timeout

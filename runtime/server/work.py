@@ -8,7 +8,7 @@ from enginewright.runtime.server.wire import header
 from enginewright.runtime.step.work_class import BATCH, BEST_EFFORT, INTERACTIVE, MAX_PRIORITY, WorkClass
 
 HEADER = b"x-priority"
-CLASSES = {"interactive": INTERACTIVE, "batch": BATCH, "best-effort": BEST_EFFORT}  # values of the header
+CLASSES = {"interactive": INTERACTIVE, "batch": BATCH, "best-effort": BEST_EFFORT}  # values of the header, rising
 MAX_TIMEOUT_S = 86_400.0
 
 
@@ -40,6 +40,11 @@ def _priority(values: list[bytes]) -> int:
         rule = f"it must be {', '.join(CLASSES)}, or a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         raise ApiError(400, f"X-Priority is {shorten(text)}: {rule}", param="X-Priority", code="invalid_value")
     return priority
+
+
+def class_name(priority: int) -> str:
+    """The name in CLASSES that a priority belongs to; one that is more urgent than interactive is interactive, too."""
+    return next((name for name, least in reversed(CLASSES.items()) if priority >= least), "interactive")
 
 
 def check_timeout(seconds: float | None) -> None:

@@ -13,9 +13,12 @@ from typing import Any
 import click
 import pytest
 import yaml
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from enginewright.cli import main
-from tests.helpers.serving import Running, port_of, process
+from tests.helpers.documents import PAGES, ROOT, blocks
+from tests.helpers.serving import COMPLETIONS, port_of, process, running, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm"
@@ -164,20 +167,75 @@ def test_chart() -> None:
 
 
 def expressions() -> list[str]:
-    """PromQL of the dashboard, the alerts and the autoscaler."""
+    """PromQL of the dashboard, the alerts, the autoscaler and the documentation."""
     dashboard = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
     found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     found += [one["query"] for one in dashboard["templating"]["list"]]
     (group,) = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
     found += [rule["expr"] for rule in group["rules"]]
+    found += [block.text for page in PAGES for block in blocks(page, "promql")]
+    found += re.findall(r"`(\w+\(enginewright_[^`]+)`", (ROOT / "docs/slow.md").read_text())
     return [*found, (CHART / "templates/autoscaler.yaml").read_text()]
 
 
-def test_metrics_exist(server: Running) -> None:
-    server.ask("GET", "/nothing")
-    there = set(re.findall(r"^([a-z_]\w*)[{ ]", server.ask("GET", "/metrics").body.decode(), re.MULTILINE))
-    wanted = {name for text in expressions() for name in re.findall(r"\b(?:enginewright|process)_\w+", text)}
-    assert len(wanted) > 20 and wanted <= there, wanted - there
+@pytest.fixture(scope="module")
+def families() -> Mapping[str, Metric]:
+    """Metrics of a server with every feature that has metrics of its own, after a request, by the names of samples."""
+    with running(limits={"speculate": "ngram"}, api_keys=("a",), tenant_classes=("paid",)) as server:
+        key = {"Authorization": "Bearer a"}
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 3}, key).status == 200
+        server.ask("GET", "/nothing", headers=key)
+        wait_until(server.is_idle)
+        text = server.ask("GET", "/metrics", headers=key).body.decode()
+    return {sample.name: family for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def problems(expression: str, families: Mapping[str, Metric]) -> list[str]:
+    """Metrics, labels and slices of an expression that do not exist; `instance` and `job` come from Prometheus."""
+    found = []
+    known = {"instance", "job"}
+    for name, matchers in re.findall(r"\b((?:enginewright|process)_\w+)(?:\{(.*?)\})?", expression):
+        if name not in families:
+            found.append(name)
+            continue
+        samples = [one.labels for one in families[name].samples if one.name == name]
+        known |= {label for labels in samples for label in labels}
+        for label, operator, value in re.findall(r'(\w+)\s*(=~|=|!=)\s*"(.*?)"', matchers):
+            there = {labels[label] for labels in samples if label in labels}
+            if label not in known or (label in ("slice", "phase", "kind") and "$" not in value and value not in there):
+                found.append(f'{name}{{{label}{operator}"{value}"}}')
+    grouped = re.findall(r"\b(?:by|on|ignoring) \(([^)]*)\)", expression)
+    return found + [label for names in grouped for label in re.findall(r"\w+", names) if label not in known]
+
+
+def test_metrics_and_labels_exist(families: Mapping[str, Metric]) -> None:
+    assert len(expressions()) > 50
+    assert [found for expression in expressions() for found in problems(expression, families)] == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "found"),
+    [
+        ("rate(enginewright_tool_call_total[5m])", ["enginewright_tool_call_total"]),
+        ("sum by (outcom) (rate(enginewright_tool_calls_total[5m]))", ["outcom"]),
+        ('enginewright_sliced_requests_total{slice="tool"}', ['enginewright_sliced_requests_total{slice="tool"}']),
+        ('enginewright_tool_calls_total{value="a"}', ['enginewright_tool_calls_total{value="a"}']),
+    ],
+)
+def test_a_wrong_expression_is_found(families: Mapping[str, Metric], expression: str, found: list[str]) -> None:
+    assert problems(expression, families) == found
+
+
+def test_the_dashboard_can_choose_each_slice(families: Mapping[str, Metric]) -> None:
+    dashboard = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
+    (variable,) = [one for one in dashboard["templating"]["list"] if one["name"] == "slice"]
+    there = {one.labels["slice"] for one in families["enginewright_sliced_requests_total"].samples}
+    names = variable["query"].split(",")
+    assert set(names) == {one["value"] for one in variable["options"]} == there
+    assert [one["value"] for one in variable["options"] if one["selected"]] == [variable["current"]["value"]]
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places) and len(set(ids)) == len(ids)
 
 
 def test_prometheus_reads_the_alerts() -> None:

@@ -19,7 +19,7 @@ from enginewright.builder.model_list import families, wrappers
 from enginewright.cli import main
 from tests.helpers.documents import PAGES, ROOT, blocks, prose
 
-LANGUAGES = {"sh", "python", "json", "toml", "text", "mermaid", ""}
+LANGUAGES = {"sh", "python", "json", "toml", "promql", "text", "mermaid", ""}
 # Options of other programs that pages name in the prose.
 OTHERS = {"--api-key", "--inplace", "--local-dir", "--shm-size"}
 

@@ -232,6 +232,15 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     "variable ENGINEWRIGHT_API_KEY (several keys separated by spaces) is safer: other users of the machine can see "
     "the options of a command.",
 )
+@section("Keys")(
+    "--tenant-class",
+    "tenant_classes",
+    multiple=True,
+    metavar="NAME",
+    show_default="tenants have no classes",
+    help="A class of the tenant of a key, such as paid, by which metrics are sliced. The option is given once for each "
+    "key, in the order of the keys.",
+)
 @section("Log")(
     "--log-level",
     type=click.Choice(("error", "warning", "info", "debug")),
