@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from math import inf
+from operator import add
 
 
 class Histogram:
@@ -24,8 +25,7 @@ class Histogram:
 
     def add(self, other: "Histogram") -> None:
         """Counts the values of another histogram with the same bounds."""
-        for place, count in enumerate(other._counts):
-            self._counts[place] += count
+        self._counts = list(map(add, self._counts, other._counts))
         self._sum += other._sum
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:

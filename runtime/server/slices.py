@@ -4,7 +4,6 @@ A request counts once in each slice. The slices are not crossed, so the number o
 their values, and not the product. No value is a text of a client's.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -62,7 +61,7 @@ class Measurements:
     between_tokens: Histogram = field(default_factory=_seconds)  # seconds from one token to the next
     num_requests: int = 0  # prompts whose completions have all ended without an error
     phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # seconds of these by phase
-    num_tokens: Counter[str] = field(default_factory=Counter)  # tokens of all ended requests by kind, one of TOKENS
+    num_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOKENS, 0))  # tokens of all by kind
 
     def complete(self, prepare_s: float, times: RequestMetrics) -> None:
         """Counts a prompt whose completions have all ended without an error.
@@ -82,7 +81,8 @@ class Measurements:
         self.num_requests += other.num_requests
         for phase, seconds in other.phase_s.items():
             self.phase_s[phase] += seconds
-        self.num_tokens.update(other.num_tokens)
+        for kind, count in other.num_tokens.items():
+            self.num_tokens[kind] += count
 
 
 class Slices:
@@ -105,7 +105,9 @@ class Slices:
             measured: its measurements.
         """
         for key in values.items():
-            self._measured.setdefault(key, Measurements()).add(measured)
+            if key not in self._measured:
+                self._measured[key] = Measurements()
+            self._measured[key].add(measured)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all slices."""
