@@ -16,7 +16,7 @@ from enginewright.plugins.elementwise.gather_columns import LACKING
 from enginewright.plugins.plugin import CODES
 from tests import tolerances
 from tests.helpers.onnx_run import Array, run
-from tests.helpers.plugin_cases import CASES, INDICES, ROWS, SIZES, Case, feed, model_of, name_of
+from tests.helpers.plugin_cases import CASES, GEMM_CODES, INDICES, ROWS, SIZES, Case, feed, model_of, name_of
 
 Doubles = npt.NDArray[np.float64]
 Inputs = Mapping[str, Doubles]
@@ -478,7 +478,7 @@ def _compare(actual: Array, expected: Doubles) -> None:
     assert (error <= rounding * np.abs(expected) + tolerances.REFERENCE_F32 * np.abs(expected).max()).all()
 
 
-@pytest.mark.parametrize("to", CODES)
+@pytest.mark.parametrize("to", GEMM_CODES)
 def test_rows_that_are_not_finite_have_no_scale_and_rows_of_nothing_have_scale_0(to: ir.DataType) -> None:
     (case,) = (
         case
