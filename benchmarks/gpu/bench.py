@@ -27,10 +27,11 @@ class Replay:
 
 
 class Bench(Protocol):
-    """at: torch's name of the device. l2_bytes: of its cache. sm: whose code it runs."""
+    """at: torch's name of the device. l2_bytes: of its cache. rounds: of measurements. sm: whose code it runs."""
 
     at: str
     l2_bytes: int
+    rounds: int
 
     @property
     def sm(self) -> str: ...
@@ -52,6 +53,7 @@ class GpuBench:
         self.device = CudaDevice()
         self.at = "cuda"
         self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+        self.rounds = ROUNDS
         self._stream = torch.cuda.ExternalStream(self.device.stream)
         torch.cuda.set_stream(self._stream)
         self._compiled: dict[str, Compiled] = {}
@@ -100,12 +102,12 @@ def copies(bench: Bench, nbytes: int, min_copies: int = 1, max_copies: int = 256
     return min(max(-(-CACHES * bench.l2_bytes // nbytes), min_copies), max_copies)
 
 
-def interleaved(bench: Bench, contestants: Mapping[str, Replay], rounds: int = ROUNDS) -> dict[str, list[float]]:
+def interleaved(bench: Bench, contestants: Mapping[str, Replay], rounds: int | None = None) -> dict[str, list[float]]:
     """Seconds of a run of each contestant, a round; every round goes through all of them."""
     for replay in contestants.values():
         bench.seconds(replay)
     found: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
+    for _ in range(rounds or bench.rounds):
         for name, replay in contestants.items():
             found[name].append(bench.seconds(replay))
     return found

@@ -12,7 +12,7 @@ from tests.emulator.device import EmulatedDevice
 class EmulatedBench:
     """A GpuBench on the emulated GPU; its seconds mean nothing."""
 
-    at, l2_bytes, sm = "cpu", 1000, "sm_90a"
+    at, l2_bytes, rounds, sm = "cpu", 1000, 1, "sm_90a"
 
     def __init__(self) -> None:
         self.kernels: dict[str, Specialization] = {}
