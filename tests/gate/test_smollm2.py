@@ -13,6 +13,7 @@ from enginewright.builder.gate import gate as gate_module
 def _less_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_module, "TOKENS", 160)
     monkeypatch.setattr(gate_module, "LAYER_TOKENS", 32)
+    monkeypatch.setattr(gate_module, "BATCHES", 2)  # the source's weights are read again for each
 
 
 def test_bf16_passes(smollm2_gguf: Path, tmp_path: Path) -> None:
