@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.cuda import Instance, compile_each
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.engine import Engine
-from tests.emulator.kernels import compiled_library
+from tests.emulator.kernels import EmulatedKernels, libraries_with
+from tests.emulator.kernels import Instance as Emulated
 from tests.helpers.graphs import checkpoint_of, random_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +35,14 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]
     subprocess.run([compiler, *options, "-o", folder / "libcuda.so.1", ROOT / "tests/emulator/driver.cpp"], check=True)
     return folder
+
+
+def emulated(instances: Sequence[Emulated]) -> list[str]:
+    """Each kernel's library and its index there, for the driver."""
+    return [
+        f"{library} {EmulatedKernels([instance], 80, library).index[instance[1]]}"
+        for instance, library in zip(instances, libraries_with(instances, 80), strict=True)
+    ]
 
 
 def said(module: str, driver: Path, kernels: Path, given: object, **more: str) -> dict[str, Any]:
@@ -56,7 +66,8 @@ def test_tests_of_kernels_launch_them_on_a_gpu(driver: Path, tmp_path: Path) -> 
     source, expression, threads = "roofline.cuh", "read_rows<ReadRows{.lines = 1}>", 256
     instance = Instance(source, expression)
     symbol = compile_each([("sm_90a", instance)])["sm_90a", instance].symbol  # from now on it is in the cache
-    (tmp_path / "kernels").write_text(f"{symbol} {compiled_library(((source, expression),), 80)} 3\n")
+    (kernel,) = emulated([(source, expression)])
+    (tmp_path / "kernels").write_text(f"{symbol} {kernel} 3\n")
     on_gpu = {"ENGINEWRIGHT_TEST_DEVICE": "cuda"}
     found = said(
         "tests.emulator.kernel_on_driver", driver, tmp_path / "kernels", [source, expression, threads], **on_gpu
@@ -75,17 +86,18 @@ def test_an_engine_asks_the_driver_for_what_it_may(
     sections = build.code_sections
     monkeypatch.setattr(build, "code_sections", lambda some, targets: kernels.update(some) or sections(some, targets))
     config = BuildConfig(quant=quant_config("bf16"), targets=("cpu", "cuda:sm_90a"), gate=None)
-    path, emulated = tmp_path / "both.engine", tmp_path / "kernels"
+    path, listed = tmp_path / "both.engine", tmp_path / "kernels"
     build_engine(checkpoint_of("llama"), config, path)
-    with Engine.open(path, "cuda") as engine, emulated.open("w") as lines:
+    with Engine.open(path, "cuda") as engine, listed.open("w") as lines:
         symbols = {name: launch.symbol for name, launch in engine.code((9, 0)).launches.items()}
-        for launch in {launch.kernel: launch for launch in engine.plan.launches()}.values():
-            runs = launch.low <= LIMITS["max_num_batched_tokens"]
-            library = compiled_library((kernels[launch.kernel][:2],), 80) if runs else "none"
-            lines.write(f"{symbols[launch.kernel]} {library} {1 + len(launch.arguments)}\n")
+        launches = {launch.kernel: launch for launch in engine.plan.launches()}
+        running = [name for name, launch in launches.items() if launch.low <= LIMITS["max_num_batched_tokens"]]
+        libraries = dict(zip(running, emulated([kernels[name][:2] for name in running]), strict=True))
+        for name, launch in launches.items():
+            lines.write(f"{symbols[name]} {libraries.get(name, 'none 0')} {1 + len(launch.arguments)}\n")
     prompts = [random_tokens(count, seed=count).tolist() for count in (36, 3, 1, 9)]
     given = [str(path), prompts, TOKENS, LIMITS, str(tmp_path / "kv")]
-    found = said("tests.emulator.engine_on_driver", driver, emulated, given)
+    found = said("tests.emulator.engine_on_driver", driver, listed, given)
     with LLM(path, device="cpu", **LIMITS) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
     expected = [output.outputs[0].token_ids for output in outputs]

@@ -5,7 +5,8 @@
 // captures, is refused.
 //
 // DRIVER_KERNELS names a file of what is emulated in place of the kernels in cubins: a line each of a
-// kernel's symbol, a library of it alone ("none": it cannot be launched), and the number of its parameters.
+// kernel's symbol, a library ("none": it cannot be launched), the kernel's index in it, and the number of its
+// parameters.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -43,6 +44,7 @@ struct Launch {
 using Run = const char* (*)(int, const Launch*, void**);  // gives why it failed, or nothing
 struct Function {
   Run launch;
+  int index;  // in its library
   std::size_t parameters;
   unsigned shared_bytes = 48 << 10;
 };
@@ -231,11 +233,12 @@ Result cuModuleUnload(Module* module) {
 Result cuModuleGetFunction(Function** function, Module* module, const char* name) {
   std::ifstream kernels(std::getenv("DRIVER_KERNELS"));
   std::string symbol, library;
-  for (std::size_t parameters; kernels >> symbol >> library >> parameters;) {
+  int index;
+  for (std::size_t parameters; kernels >> symbol >> library >> index >> parameters;) {
     if (symbol != name) continue;
     void* opened = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
     void* launch = opened ? dlsym(opened, "enginewright_launch") : nullptr;
-    *function = new Function{reinterpret_cast<Run>(launch), parameters};
+    *function = new Function{reinterpret_cast<Run>(launch), index, parameters};
     return module->functions.push_back(*function), OK;
   }
   return NOT_FOUND;
@@ -257,7 +260,7 @@ Result cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, un
   return ask(stream, [function, launch, values]() mutable {
     std::vector<void*> addresses;
     for (uint64_t& value : values) addresses.push_back(&value);
-    return !*function->launch(0, &launch, addresses.data());
+    return !*function->launch(function->index, &launch, addresses.data());
   });
 }
 

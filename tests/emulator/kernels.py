@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ import numpy as np
 EMULATOR = Path(__file__).parent
 ROOT = EMULATOR.parent.parent
 SOURCES = ROOT / "csrc/cuda"
+FOLDERS = (SOURCES, EMULATOR)  # of headers
 BUILT = ROOT / "build/emulated"
 SANITIZE = os.environ.get("ENGINEWRIGHT_SANITIZE", "")  # as setup.py has it; `make sanitize` preloads what it needs
 FLAGS = (
@@ -29,9 +31,9 @@ FLAGS = (
     "-Werror",
     "-Winvalid-pch",
     "-U_FORTIFY_SOURCE",
-    f"-I{SOURCES}",
-    f"-I{EMULATOR}",
+    *(f"-I{folder.relative_to(ROOT)}" for folder in FOLDERS),
 )
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 SCHEDULES = ("forward", "reverse", "random")
 
 Instance = tuple[str, str]  # a header of csrc/cuda, and the expression of a kernel in it (plugins/kernel.py)
@@ -58,7 +60,7 @@ class EmulatedKernels:
 
     def __init__(self, instances: Sequence[Instance], sm: int = 80, library: Path | None = None) -> None:
         self._library = ctypes.CDLL(str(library or compiled_library(tuple(instances), sm)))
-        self._index = {expression: self._library.enginewright_index(expression.encode()) for _, expression in instances}
+        self.index = {expression: self._library.enginewright_index(expression.encode()) for _, expression in instances}
         for name in ("enginewright_launch", "enginewright_sites"):
             getattr(self._library, name).restype = ctypes.c_char_p
 
@@ -81,7 +83,7 @@ class EmulatedKernels:
         launch = _Launch(whole, threads, shared_bytes, SCHEDULES.index(schedule), seed)
         values = [_value(argument) for argument in arguments]
         addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        why = self._library.enginewright_launch(self._index[expression], ctypes.byref(launch), addresses)
+        why = self._library.enginewright_launch(self.index[expression], ctypes.byref(launch), addresses)
         if why:
             raise EmulationError(why.decode())
 
@@ -121,23 +123,27 @@ def _value(argument: Argument) -> ctypes._SimpleCData:
 
 @cache
 def compiled_library(instances: tuple[Instance, ...], sm: int) -> Path:
-    emulator = _built((EMULATOR / "emulator.cpp").read_text(), ["-c"], ".o")
-    defined = f"-DENGINEWRIGHT_EMULATED={sm}"
-    # What all programs begin with takes longer than most kernels; precompiled, as long as one of them.
-    header = _built('#include "device.cuh"\n#include "emulator.h"\n', [defined, "-xc++-header"], ".h.gch")
-    options = [defined, "-include", str(header.with_suffix("")), "-shared", str(emulator)]
-    return _built(_program(instances), options, ".so")
+    return _built(_program(instances), _linked(sm), ".so")
 
 
 def libraries_with(instances: Sequence[Instance], sm: int) -> list[Path]:
     """A library with each kernel. Those without one get one together, in a third of the time of one for each."""
-    libraries = {one: _output(_program([one]), [f"libraries_with {sm}"], ".so") for one in instances}
+    libraries = {one: _output(_program([one]), ["libraries_with", *_linked(sm)], ".so") for one in instances}
     if missing := [one for one, library in libraries.items() if not library.exists()]:
         together = compiled_library(tuple(missing), sm)
         for one in missing:
             with suppress(FileExistsError):  # another process was faster
                 libraries[one].hardlink_to(together)
     return list(libraries.values())
+
+
+def _linked(sm: int) -> list[str]:
+    """Options with which a program becomes a library with the emulator in it."""
+    defined = f"-DENGINEWRIGHT_EMULATED={sm}"
+    emulator = _built((EMULATOR / "emulator.cpp").read_text(), ["-c"], ".o")
+    # What all programs begin with takes longer than most kernels; precompiled, as long as one of them.
+    header = _built('#include "device.cuh"\n#include "emulator.h"\n', [defined, "-xc++-header"], ".h.gch")
+    return [defined, "-include", _relative(header.with_suffix("")), "-shared", _relative(emulator)]
 
 
 def _program(instances: Sequence[Instance]) -> str:
@@ -150,10 +156,29 @@ def _program(instances: Sequence[Instance]) -> str:
 
 
 def _output(program: str, options: Sequence[str], suffix: str) -> Path:
-    """Path of what is compiled from a program, named after all that it depends on."""
-    headers = sorted([*SOURCES.glob("*.cuh"), *EMULATOR.glob("*.h"), *(ROOT / "tests").glob("*/*.cuh")])
-    content = [program, " ".join(_options(options)), *(path.read_text() for path in headers)]
+    """Path of what is compiled from a program, named after all that it depends on, wherever this clone is."""
+    content = [program, *_options(options), *_headers(program)]
     return BUILT / (hashlib.sha256("\0".join(content).encode()).hexdigest()[:32] + suffix)
+
+
+def _headers(program: str) -> list[str]:
+    """The texts of all headers that a program includes, whatever #if says, in the order of their names."""
+    texts: dict[str, str] = {}
+    pending = _INCLUDE.findall(program)
+    while pending:
+        if (name := pending.pop()) not in texts:
+            texts[name] = _text(name)
+            pending += _INCLUDE.findall(texts[name])
+    return [texts[name] for name in sorted(texts)]
+
+
+@cache
+def _text(header: str) -> str:
+    return next(path for folder in FOLDERS if (path := folder / header).exists()).read_text()
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def _options(options: Sequence[str]) -> list[str]:
@@ -171,7 +196,8 @@ def _built(program: str, options: Sequence[str], suffix: str) -> Path:
         source.write_text(program)
         compiler = shutil.which("g++")
         assert compiler is not None, "g++ compiles CUDA kernels for the CPU; there is none"
-        subprocess.run([compiler, *_options(options), "-o", str(partial), str(source)], check=True)
+        command = [compiler, *_options(options), "-o", _relative(partial), _relative(source)]
+        subprocess.run(command, cwd=ROOT, check=True)
         partial.replace(output)
     return output
 

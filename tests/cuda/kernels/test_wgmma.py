@@ -1,14 +1,12 @@
 """Hopper's products of a warpgroup: on its GPU, and in our reading of the PTX manual elsewhere."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from tests.emulator.kernels import SCHEDULES, EmulatedKernels, EmulationError, Kernels
+from tests.emulator.kernels import SCHEDULES, SOURCES, EmulatedKernels, EmulationError, Kernels
 
-SOURCE = str(Path(__file__).parents[2] / "helpers/wgmma_product.cuh")
+SOURCE = "../../tests/helpers/wgmma_product.cuh"  # from csrc/cuda
 KINDS = {"bf16": torch.bfloat16, "bf16_transposed": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 SHAPES = [(kind, tiles, row_bytes) for kind in KINDS for tiles in (8, 16) for row_bytes in (64, 128)]
 FAULTS = {
@@ -88,7 +86,7 @@ def test_sums_are_not_there_before_the_wait(faulty: EmulatedKernels) -> None:
 def test_each_fence_and_wait_is_missed(faulty: EmulatedKernels) -> None:
     name, operands = kernel("bf16", 8, 128), matrices("bf16", 8, 128)
     run(faulty, name, *operands)
-    lines = Path(SOURCE).read_text().splitlines()
+    lines = (SOURCES / SOURCE).read_text().splitlines()
     sites = {lines[int(site.partition(":")[2]) - 1].strip().partition("(")[0]: site for site in faulty.sites}
     assert sites.keys() == {"wait_copies<0>", *MISSED}
     for what, why in MISSED.items():
