@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -54,14 +54,9 @@ def ids(tokenizer: TokenizerFiles, text: str, add_special_tokens: bool = False) 
 # transformers splits SmolLM's words as GPT-2 does, and knows nothing of SmolLM's single digits (llama.cpp and the
 # model's own tokenizer.json do). So it is the reference as it is where no digits are, and with them split off where
 # there are any.
-def test_real_tokenizer(smollm2_gguf: Path) -> None:
-    check_real_tokenizer(smollm2_gguf, 500)
-
-
-def check_real_tokenizer(smollm2_gguf: Path, num_texts: int) -> None:
+def check_real_tokenizer(smollm2_gguf: Path, plain: PreTrainedTokenizerBase, num_texts: int) -> None:
     files = open_checkpoint(str(smollm2_gguf)).tokenizer
     tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
-    plain = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
     digits = Tokenizer.from_str(plain.backend_tokenizer.to_str())
     digits.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from tests.checkpoint.test_gguf_tokenizer import check_real_tokenizer
 
 
 def test_real_tokenizer(smollm2_gguf: Path) -> None:
-    check_real_tokenizer(smollm2_gguf, 2000)
+    plain = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    check_real_tokenizer(smollm2_gguf, plain, 2000)

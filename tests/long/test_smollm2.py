@@ -4,7 +4,8 @@ from tests import tolerances
 from tests.build import test_smollm2 as short
 from tests.helpers.breadth import others, repeated
 
-bf16_logits, model, reference, tokenizer = short.bf16_logits, short.model, short.reference, short.tokenizer
+bf16_logits, reference = short.bf16_logits, short.reference
+model, reader, tokenizer = short.model, short.reader, short.tokenizer
 
 test_quantized_engines_stay_close_to_fp32 = repeated(
     short.test_quantized_engines_stay_close_to_fp32, "quant", others(tolerances.SMOLLM2_KL, short.SOME_QUANTS)
