@@ -112,8 +112,8 @@ SMOLLM2_KL = {"int8-wo": 0.01, "w8a8": 0.012, "int4-rtn": 0.4, "mxfp4": 0.75, "f
 SMOLLM2_KV_KL = {"int8": 0.003, "fp8": 0.008, "int4": 0.06}
 SMOLLM2_KV_TOP1 = {"int8": 0.95, "fp8": 0.95, "int4": 0.86}
 
-# At how many of the same positions the same token is the likeliest, at least: measured 0.967, 0.961, 0.725, 0.680 (0.659
-# of the 5, whose text is not the same on every instruction set), 0.914 and 0.933.
+# At how many of the same positions the same token is the likeliest, at least: measured 0.967, 0.961, 0.725, 0.680
+# (0.659 of the 5, whose text is not the same on every instruction set), 0.914 and 0.933.
 SMOLLM2_TOP1 = {"int8-wo": 0.95, "w8a8": 0.92, "int4-rtn": 0.65, "mxfp4": 0.62, "fp8": 0.9, "fp8 block": 0.9}
 
 # relative_error of logits, packed sequences over KV pools against each by itself, both in onnxruntime with the same
