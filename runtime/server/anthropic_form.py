@@ -21,6 +21,7 @@ ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
+    502: "api_error",
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }

@@ -2,18 +2,13 @@
 
 import asyncio
 import gc
-import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.api.async_llm import AsyncLLM
@@ -22,63 +17,30 @@ from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.devices import open_engine
 from enginewright.runtime.device.memory_plan import places_of
 from enginewright.runtime.engine import Engine
-from enginewright.runtime.env import notify_socket
 from enginewright.runtime.server.app import App
 from enginewright.runtime.server.config import ServerConfig
-from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit
 from enginewright.runtime.server.engine_files import files_of, names_alone
 from enginewright.runtime.server.engines import Engines
+from enginewright.runtime.server.hosting import (
+    Shutdown,
+    bind,
+    host_app,
+    listen_for_signals,
+    notify_systemd,
+    print_ready,
+)
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.tls import Tls
-from enginewright.runtime.server.wire import LimitedHttp
 
-logger = logging.getLogger(__name__)
-
-BACKLOG = 2048  # connections that the system queues until they are accepted
 # After a step, the engine's thread waits this long for the thread that holds Python's lock, which usually renders a
 # chat. With Python's default of 5 ms, streams that ran at the same time got a fifth fewer tokens per second (median of
 # six rounds, with a model that takes less than a millisecond per step; large models show no difference).
 SWITCH_INTERVAL_S = 0.0005
-LAST_WORDS_S = 2.0  # seconds for errors to reach clients whose responses were cut off
 CLOSE_S = 10.0  # seconds for the engine's step and the tokenizer to end; then the process ends anyway
 
 
 Model = str | Path | Engine | Sequence[str | Path]  # one engine, or several files and folders of them
-
-
-class Shutdown:
-    """A request to end a server, in good order or at once. It belongs to the server's event loop."""
-
-    def __init__(self) -> None:
-        self.requested, self.at_once = asyncio.Event(), asyncio.Event()
-
-    def request(self) -> None:
-        """The first call requests a shutdown in good order, the second one a shutdown at once."""
-        (self.at_once if self.requested.is_set() else self.requested).set()
-
-
-def notify_systemd(state: str) -> None:
-    """Reports a state to systemd, if it started this process as a service of Type=notify. Source: sd_notify(3).
-
-    Args:
-        state: the assignment to send, such as READY=1.
-    """
-    address = notify_socket()
-    if address is None:
-        return
-    if address.startswith("@"):
-        address = f"\0{address[1:]}"
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            sender.sendto(state.encode(), address)
-    except OSError as error:
-        logger.warning("systemd did not receive %s: %s", state, error)
-
-
-def print_ready(line: str) -> None:
-    """Prints the line with the server's address to stderr."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def serve(
@@ -128,11 +90,8 @@ async def _serve(
 ) -> None:
     engines = await _engines(model, config, limits, verify=verify)
     try:
-        shutdown, loop = Shutdown(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _on_signal, shutdown, loop)
-        if tls is not None:
-            loop.add_signal_handler(signal.SIGHUP, tls.reload)
+        shutdown = Shutdown()
+        listen_for_signals(shutdown, tls)
         gc.collect()
         gc.freeze()  # these objects stay, so later collections, which delay a step, skip them
 
@@ -183,11 +142,9 @@ async def _close(engines: Engines) -> None:
     await closing
 
 
-def _on_signal(shutdown: Shutdown, loop: asyncio.AbstractEventLoop) -> None:
-    shutdown.request()
-    if shutdown.at_once.is_set():  # a third signal kills the process
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+def tls_of(config: ServerConfig) -> Tls | None:
+    """The certificate that the config names, if any. Raises UsageError if the files are no certificate and its key."""
+    return None if config.ssl_certfile is None else Tls(config.ssl_certfile, config.ssl_keyfile)
 
 
 async def host(
@@ -197,7 +154,7 @@ async def host(
     ready: Callable[[], None],
     tls: Tls | None = None,
 ) -> None:
-    """Serves requests on a bound socket, until the shutdown is requested.
+    """Serves requests for engines on a bound socket, until the shutdown is requested.
 
     Args:
         engines: the engines.
@@ -209,129 +166,22 @@ async def host(
     Raises:
         EngineError: another program uses the address, or the limit of open files is too low.
     """
-    address = listener.getsockname()
+    config = engines.config
+    app = App(engines, HostCheck(listener.getsockname()[0], config.host, config.allowed_hosts))
     try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        raise _no_address(address[0], address[1], error) from error
-    limit = ConnectionLimit(engines.config.max_connections, lambda status: engines.reject(status, None))
-    hosts = HostCheck(address[0], engines.config.host, engines.config.allowed_hosts)
-    app = App(engines, hosts)
-    server = _Server(
-        uvicorn.Config(
+        await host_app(
             app,
-            http=partial(LimitedHttp, limit=limit, on_refusal=engines.refuse_bytes),  # type: ignore[arg-type]
-            backlog=ACCEPTS_AT_ONCE,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            ssl_context_factory=None if tls is None else lambda *_: tls.context,
-        ),
-        engines,
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    requested = asyncio.create_task(shutdown.requested.wait())
-    try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.005)
-        if server.started:
-            listener.listen(BACKLOG)  # asyncio has set it to ACCEPTS_AT_ONCE
-            ready()
-        await asyncio.wait((serving, requested), return_when=asyncio.FIRST_COMPLETED)
-        engines.drain()
-        notify_systemd("STOPPING=1")
-        await _drain(engines, shutdown)
+            engines,
+            listener,
+            shutdown,
+            ready,
+            tls,
+            max_connections=config.max_connections,
+            drain_seconds=config.drain_seconds,
+            release=partial(_close, engines),  # requests wait for a step of the engine, or for the tokenizer
+        )
     finally:
-        requested.cancel()
-        server.should_exit = True
-        await asyncio.wait((serving,), timeout=LAST_WORDS_S)
-        for connection in list(
-            server.server_state.connections
-        ):  # of clients that do not read, or have sent no request yet
-            connection.transport.abort()
-        await asyncio.wait((serving,), timeout=LAST_WORDS_S)
-        if not serving.done():  # requests wait for a step of the engine, or for the tokenizer
-            await _close(engines)
-        await serving
         await asyncio.to_thread(app.close)
-
-
-async def _drain(engines: Engines, shutdown: Shutdown) -> None:
-    """Lets running requests go on for a while, and ends the remaining ones with an error."""
-    idle = asyncio.create_task(engines.until_idle())
-    at_once = asyncio.create_task(shutdown.at_once.wait())
-    timeout = engines.config.drain_seconds
-    await asyncio.wait((idle, at_once), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    at_once.cancel()
-    engines.end_all()
-    await asyncio.wait((idle,), timeout=LAST_WORDS_S)
-    idle.cancel()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, which also checks connections and engines.
-
-    Its own reaction to a signal is to stop listening first, so that /health could not report the shutdown.
-    """
-
-    def __init__(self, config: uvicorn.Config, engines: Engines) -> None:
-        super().__init__(config)
-        self._engines = engines
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def on_tick(self, counter: int) -> bool:
-        """Checks engines and connections; uvicorn calls it ten times a second."""
-        self._engines.watch()
-        now = asyncio.get_running_loop().time()
-        for connection in self.server_state.connections:
-            if isinstance(connection, LimitedHttp) and connection.deadline < now:
-                connection.expire()
-        return await super().on_tick(counter)
-
-
-def tls_of(config: ServerConfig) -> Tls | None:
-    """The certificate that the config names, if any. Raises UsageError if the files are no certificate and its key."""
-    return None if config.ssl_certfile is None else Tls(config.ssl_certfile, config.ssl_keyfile)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Binds a socket to an address; nobody can connect to it yet.
-
-    Args:
-        host: a host name or address.
-        port: a TCP port; 0 chooses a free one.
-
-    Raises:
-        EngineError: the address is in use, or does not belong to this machine.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:  # getaddrinfo's, too
-        raise _no_address(host, port, error) from error
-    return listener
-
-
-def _no_address(host: str, port: int, error: OSError) -> EngineError:
-    why = error.strerror or str(error)
-    return EngineError(
-        f"cannot listen at {host}, port {port}", why.lower(), "Choose another with --port or --host; 0 is a free port."
-    )
 
 
 def _ready(engines: Engines, listener: socket.socket) -> str:

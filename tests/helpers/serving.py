@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from functools import cache, partial
 from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Self
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint.base import TokenizerFiles
@@ -25,7 +26,8 @@ from enginewright.runtime.api.async_llm import AsyncLLM
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.engines import Engines
-from enginewright.runtime.server.serve import Shutdown, bind, host
+from enginewright.runtime.server.hosting import Shutdown, bind
+from enginewright.runtime.server.serve import host
 from enginewright.runtime.server.service import Service
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
@@ -133,35 +135,22 @@ def named_events(answer: Answer) -> list[Any]:
     return values
 
 
-class Running:
-    """engines: belongs to the server's thread; `call` goes there. So do llm and service, of an engine that stays open.
+class Served(ABC):
+    """A server in a thread of its own. `call` goes to that thread."""
 
-    Args:
-        engine: a file, or several that are opened on demand.
-    """
+    port: int  # TCP port
+    _loop: asyncio.AbstractEventLoop
+    shutdown: Shutdown
 
-    def __init__(self, engine: Path | Sequence[Path], config: ServerConfig, limits: Mapping[str, Any]) -> None:
-        self.config = config
-        self._engine, self._limits = engine, {**LIMITS, **limits}
-        self._ready, self._is_holding = threading.Event(), threading.Event()
+    def __init__(self) -> None:
+        self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="server")
 
+    @abstractmethod
     async def _main(self) -> None:
-        self._loop, self.shutdown = asyncio.get_running_loop(), Shutdown()
-        if isinstance(self._engine, Path):
-            self.llm = AsyncLLM(self._engine, **self._limits)
-            self.service = Service(self.llm, self.config)
-            self.engines = Engines.of(self.service)
-        else:
-            self.engines = Engines.of_files(self._engine, self.config, runtime_config(**self._limits))
-        try:
-            with bind(self.config.host, 0) as listener:
-                self.port = listener.getsockname()[1]
-                await host(self.engines, listener, self.shutdown, self._ready.set)
-        finally:
-            await self.engines.close()
+        """Serves until the shutdown; sets `_ready` once connections are accepted."""
 
-    def __enter__(self) -> "Running":
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._ready.wait(30)
         return self
@@ -243,6 +232,35 @@ class Running:
                 return answer
             assert answer.status == 504, answer.body
         raise AssertionError("no token has come within 16 s")
+
+
+class Running(Served):
+    """engines: belongs to the server's thread; `call` goes there. So do llm and service, of an engine that stays open.
+
+    Args:
+        engine: a file, or several that are opened on demand.
+    """
+
+    def __init__(self, engine: Path | Sequence[Path], config: ServerConfig, limits: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self._engine, self._limits = engine, {**LIMITS, **limits}
+        self._is_holding = threading.Event()
+
+    async def _main(self) -> None:
+        self._loop, self.shutdown = asyncio.get_running_loop(), Shutdown()
+        if isinstance(self._engine, Path):
+            self.llm = AsyncLLM(self._engine, **self._limits)
+            self.service = Service(self.llm, self.config)
+            self.engines = Engines.of(self.service)
+        else:
+            self.engines = Engines.of_files(self._engine, self.config, runtime_config(**self._limits))
+        try:
+            with bind(self.config.host, 0) as listener:
+                self.port = listener.getsockname()[1]
+                await host(self.engines, listener, self.shutdown, self._ready.set)
+        finally:
+            await self.engines.close()
 
     @contextmanager
     def held_steps(self, once: Callable[[AsyncLLM], bool] = lambda _: True) -> Iterator[threading.Event]:

@@ -20,7 +20,8 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.api.async_llm import AsyncLLM
 from enginewright.runtime.server import wire
 from enginewright.runtime.server.config import ServerConfig
-from enginewright.runtime.server.serve import Shutdown, bind, host, serve
+from enginewright.runtime.server.hosting import Shutdown, bind
+from enginewright.runtime.server.serve import host, serve
 from tests.helpers.serving import (
     CHAT,
     COMPLETIONS,
@@ -368,5 +369,5 @@ def test_an_address_that_another_takes_meanwhile() -> None:
         port = first.getsockname()[1]
         with bind("127.0.0.1", port) as second:
             first.listen()
-            with pytest.raises(EngineError, match="in use"):
-                asyncio.run(host(None, second, Shutdown(), lambda: None))  # type: ignore[arg-type]
+            with pytest.raises(EngineError, match="in use"), running() as server:
+                asyncio.run(host(server.engines, second, Shutdown(), lambda: None))

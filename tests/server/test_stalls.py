@@ -57,8 +57,9 @@ def test_no_step_is_under_way_between_requests_or_in_a_dead_engine() -> None:
 HANGING = """
 import sys, threading
 from enginewright.runtime.{module} import {name}
-from enginewright.runtime.server import serve
-serve.__globals__.update(CLOSE_S=0.5, LAST_WORDS_S=0.2)
+from enginewright.runtime.server import hosting, serve
+serve.__globals__.update(CLOSE_S=0.5)
+hosting.LAST_WORDS_S = 0.2
 def hang(self, *arguments, **options):
     print("it hangs", file=sys.stderr, flush=True)
     threading.Event().wait()
