@@ -8,13 +8,14 @@ from enginewright.cli.build import build, export, rebuild
 from enginewright.cli.engine_files import diff, doctor, inspect, sign, verify
 from enginewright.cli.generate import chat, embed, generate
 from enginewright.cli.groups import Commands
+from enginewright.cli.route import route
 from enginewright.cli.run import run
 from enginewright.cli.shell import completion, show_help
 
 COMMANDS: tuple[click.Command, ...] = (
     *(build, rebuild, export),
     *(inspect, verify, sign, doctor, diff),
-    *(generate, embed, chat, run, bench),
+    *(generate, embed, chat, run, route, bench),
     *(completion, show_help),
 )
 

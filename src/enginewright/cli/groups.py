@@ -15,6 +15,7 @@ from enginewright.printable import printable_lines
 EXTRAS = {
     "build": ("gguf", "huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "rich", "safetensors", "torch"),
     "bench": ("enginewright_bench",),
+    "route": ("httpx2", "httpcore2", "h11"),
     "sign": ("OpenSSL", "cryptography", "model_signing", "sigstore"),
 }
 

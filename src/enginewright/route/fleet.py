@@ -1,0 +1,136 @@
+"""The replicas together: which one takes a request, who is healthy, and what runs until the proxy ends."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from enginewright.route.config import RouteConfig, origins
+from enginewright.route.prefixes import CHUNK_BYTES
+from enginewright.route.replica import HEALTH_S, Replica
+from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.log import log_refused_bytes
+from enginewright.runtime.server.metrics import FIRST_TOKEN_S, Histogram
+
+if TYPE_CHECKING:
+    from enginewright.route.forward import Forward
+
+# Bytes of prompt that cost a replica as much as one more running request costs the others.
+REQUEST_BYTES = 512
+
+
+class Fleet:
+    """All replicas, and the requests under way.
+
+    Attributes:
+        config: the settings.
+        replicas: the replicas.
+        live: the requests under way.
+        draining: True once no new requests are taken.
+        answers: number of answers, by route and status.
+        first_byte: seconds from a request's arrival to the first byte of its answer.
+
+    Args:
+        config: the settings.
+    """
+
+    def __init__(self, config: RouteConfig) -> None:
+        self.config = config
+        self.replicas = [Replica(url) for url in origins(config.replicas)]
+        self.live: set[Forward] = set()
+        self.draining = False
+        self.answers: Counter[tuple[str, str]] = Counter()
+        self.first_byte = Histogram(FIRST_TOKEN_S)
+        self._checks: list[asyncio.Task[None]] = []
+        self._passed = asyncio.Event()  # set, and replaced, whenever a health check is passed
+
+    async def start(self) -> None:
+        """Checks all replicas once, and then for ever."""
+        await asyncio.gather(*(replica.check() for replica in self.replicas))
+        self._checks = [asyncio.create_task(self._check(replica)) for replica in self.replicas]
+
+    async def _check(self, replica: Replica) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            if await replica.check():
+                self._passed.set()
+                self._passed = asyncio.Event()
+
+    async def until_passed(self, seconds: float) -> bool:
+        """Waits for a replica to pass its health check.
+
+        Args:
+            seconds: the maximum wait.
+
+        Returns:
+            True if one has passed it.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._passed.wait()
+        except TimeoutError:
+            return False
+
+    @property
+    def healthy(self) -> list[Replica]:
+        """Replicas that take requests."""
+        return [replica for replica in self.replicas if replica.is_healthy]
+
+    def choose(self, keys: Sequence[bytes], among: Collection[Replica]) -> Replica | None:
+        """The replica that has least to do for a prompt: the rest of the prompt, and its running requests.
+
+        Args:
+            keys: the keys of the prompt.
+            among: the replicas to choose from; those that are not healthy are left out.
+
+        Returns:
+            The replica; None if none is healthy.
+        """
+        healthy = [replica for replica in among if replica.is_healthy]
+        limit = min((len(one.running) for one in healthy), default=0) + self.config.max_lead
+
+        def rank(replica: Replica) -> tuple[bool, int, int]:
+            load, missing = len(replica.running), len(keys) - replica.prefixes.match(keys)
+            return load > limit, missing * CHUNK_BYTES + load * REQUEST_BYTES, replica.outcomes.total()
+
+        return min(healthy, key=rank, default=None)
+
+    def watch(self) -> None:
+        """Does nothing: health checks have their own tasks."""
+
+    def reject(self, status: int, name: str | None) -> None:
+        """Counts a request that reached no route.
+
+        Args:
+            status: the HTTP status.
+            name: unused; the proxy does not know models.
+        """
+        self.answers["", str(status)] += 1
+
+    def refuse_bytes(self, error: ApiError) -> None:
+        """Counts and logs a client whose bytes are no HTTP request."""
+        self.reject(error.status, None)
+        log_refused_bytes(error)
+
+    def drain(self) -> None:
+        """Stops taking new requests."""
+        self.draining = True
+
+    async def until_idle(self) -> None:
+        """Waits until no request is under way."""
+        while self.live:
+            await asyncio.sleep(0.02)
+
+    def end_all(self) -> None:
+        """Ends all requests with an error."""
+        for forward in self.live:
+            forward.stop()
+
+    async def close(self) -> None:
+        """Ends all requests and health checks, and closes the connections."""
+        self.end_all()
+        for check in self._checks:
+            check.cancel()
+        await asyncio.gather(*self._checks, return_exceptions=True)
+        for replica in self.replicas:
+            await replica.close()

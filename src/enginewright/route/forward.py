@@ -1,0 +1,257 @@
+"""Sends one request to a replica and its answer to the client, and to another replica as long as no byte was sent."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import httpx2
+from starlette.types import Receive, Send
+
+from enginewright.route.fleet import Fleet
+from enginewright.route.replica import MAX_ANSWER_BYTES, LyingReplicaError, Replica, read_whole
+from enginewright.runtime.server.anthropic_form import AnthropicError
+from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, Headers, retry_after, shutting_down
+from enginewright.runtime.server.form import typed_event
+from enginewright.runtime.server.log import CLIENT_GONE, log_event
+from enginewright.runtime.server.wire import send_error, until_gone
+
+# Headers that are about one connection, or that the proxy's own client and server write. A client that asks for a
+# compressed answer gets a plain one, as from a replica.
+NOT_PASSED = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"),
+        *(b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"host", b"content-length", b"content-encoding"),
+        *(b"accept-encoding", b"date", b"server", b"x-request-id"),
+    )
+)
+MAX_ERROR_BYTES = 1 << 20  # size of an error that another replica may make up for
+MAX_LOST = 2  # replicas that may fail under a request: it might be what makes them fail
+MAX_ROUNDS = 3  # times that all replicas are tried
+LOST = "replica_lost"  # code of the error for a replica that failed under a request
+RETURN_S = 10.0  # seconds to wait for a replica to return
+# Statuses that another replica may make up for; if none does, the client gets the one with the highest rank.
+RETRIED = {404: 0, 500: 1, 502: 2, 503: 2, 529: 2, 429: 3}
+
+
+@dataclass(frozen=True)
+class RoutedRequest:
+    """A request as it is sent to replicas."""
+
+    route: str  # path of its route
+    method: str  # HTTP method
+    target: bytes  # path and query as they were received
+    headers: list[tuple[bytes, bytes]]  # headers that are passed on
+    body: bytes | None = None  # body without encoding; None for methods without one
+    keys: Sequence[bytes] = ()  # keys of its prompt
+
+    def to(self, replica: Replica) -> httpx2.Request:
+        """The request to a replica."""
+        return replica.request(self.method, self.target, self.headers, self.body)
+
+
+class Answer(NamedTuple):
+    """A complete answer of a replica."""
+
+    status: int  # HTTP status
+    headers: Headers  # headers that are passed on
+    body: bytes  # body
+
+
+def passed_headers(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers that are passed on: not those of the connection, nor those that Connection names."""
+    lower = [(name.lower(), value) for name, value in headers]
+    named = b",".join(value for name, value in lower if name == b"connection").lower()
+    dropped = NOT_PASSED.union(part.strip() for part in named.split(b","))
+    return [(name, value) for name, value in lower if name not in dropped]
+
+
+class Forward:
+    """A request under way.
+
+    Attributes:
+        status: the status that the client got, or CLIENT_GONE.
+
+    Args:
+        fleet: the replicas.
+        request: the request.
+        among: the replicas that may answer.
+    """
+
+    def __init__(self, fleet: Fleet, request: RoutedRequest, among: Sequence[Replica]) -> None:
+        self._fleet, self._request, self._among = fleet, request, among
+        self.status = 0
+        self._num_events = 0  # events of a stream that were sent
+        self._has_started = False  # True once the head of the answer was sent
+        self._is_gone = False  # True once the client has left
+        self._arrived = asyncio.get_running_loop().time()
+        self._limit: asyncio.Timeout | None = None  # None before the request runs, and once it was stopped
+
+    def stop(self) -> None:
+        """Ends the request, with an error if its client is still there."""
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
+            self._limit = None
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        """Answers the request.
+
+        Args:
+            receive: ASGI channel from the client, after the body.
+            send: ASGI channel to the client.
+        """
+        watch = asyncio.create_task(self._watch(receive))
+        self._fleet.live.add(self)
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                await self._forward(send)
+                self._limit = None
+        except TimeoutError:
+            if self._is_gone:
+                self.status = CLIENT_GONE
+            else:
+                await self._fail(shutting_down(self._fleet.config.drain_seconds), send)
+        finally:
+            self._limit = None
+            self._fleet.live.discard(self)
+            watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        await until_gone(receive)
+        self._is_gone = True
+        self.stop()
+
+    async def _forward(self, send: Send) -> None:
+        """Tries replicas until one answers, or the last error is the answer."""
+        loop, num_lost, worst = asyncio.get_running_loop(), 0, -1
+        error: Answer | ApiError = no_replica()
+        for _ in range(MAX_ROUNDS):
+            left = list(self._among)
+            while (replica := self._fleet.choose(self._request.keys, left)) is not None:
+                left.remove(replica)
+                answer = await self._attempt(replica, send)
+                if answer is None:
+                    return
+                num_lost += answer.status == 500 or (isinstance(answer, ApiError) and answer.code == LOST)
+                if RETRIED[answer.status] >= worst:
+                    error, worst = answer, RETRIED[answer.status]
+                if num_lost == MAX_LOST:
+                    break
+            seconds = self._arrived + RETURN_S - loop.time()
+            if num_lost == MAX_LOST or worst in (RETRIED[404], RETRIED[500], RETRIED[429]):
+                break
+            if not await self._fleet.until_passed(seconds):
+                break
+        if isinstance(error, ApiError):
+            await self._fail(error, send)
+        else:
+            await self._send_whole(error, send)
+
+    async def _attempt(self, replica: Replica, send: Send) -> Answer | ApiError | None:
+        """Sends the request to a replica, and its answer to the client.
+
+        Args:
+            replica: the replica.
+            send: ASGI channel to the client.
+
+        Returns:
+            None if the client has its answer; otherwise the error, which another replica may make up for.
+        """
+        outcome = "gone"
+        matched = replica.prefixes.match(self._request.keys)
+        try:
+            async with replica.attempt(self._request.to(replica)) as response:
+                headers = passed_headers(response.headers.raw)
+                outcome = str(response.status_code)
+                if response.status_code in RETRIED:
+                    return Answer(response.status_code, headers, await read_whole(response, MAX_ERROR_BYTES))
+                if response.headers.get("content-type", "").startswith("text/event-stream"):
+                    await self._stream(response, headers, send)
+                    answer = None
+                else:
+                    answer = Answer(response.status_code, headers, await read_whole(response))
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
+            outcome = "refused"
+            replica.eject("it refuses connections")
+            return no_replica()
+        except (httpx2.LocalProtocolError, httpx2.InvalidURL):
+            outcome = "invalid"
+            await self._fail(ApiError(400, "the request cannot be passed on: its path or a header is not valid"), send)
+            return None
+        except (httpx2.TransportError, TimeoutError) as error:
+            outcome = "lost"
+            if not isinstance(error, LyingReplicaError):
+                replica.eject("it has closed a connection")
+            lost = ApiError(502, "the replica that computed the answer was lost", code=LOST)
+            if not self._has_started:
+                return lost
+            await self._fail(lost, send)
+            return None
+        finally:
+            replica.outcomes[outcome] += 1
+        if response.status_code < 400:
+            replica.prefixes.remember(self._request.keys)
+            replica.prompt_chunks += len(self._request.keys)
+            replica.matched_chunks += matched
+        if answer is not None:
+            await self._send_whole(answer, send)
+        return None
+
+    async def _stream(self, response: httpx2.Response, headers: Headers, send: Send) -> None:
+        """Sends whole events, so that an error can follow each of them."""
+        held = bytearray()
+        async for chunk in response.aiter_raw():
+            held += chunk
+            first = max(len(held) - len(chunk) - 3, 0)
+            ends = (held.rfind(end, first) + len(end) for end in (b"\n\n", b"\r\n\r\n") if end in held[first:])
+            if (size := max(ends, default=0)) > 0:
+                await self._start(response.status_code, headers, send)
+                events = bytes(held[:size])
+                self._num_events += events.count(b"\n\n")
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                del held[:size]
+            if len(held) > MAX_ANSWER_BYTES:
+                raise LyingReplicaError("an event does not end")
+        await self._start(response.status_code, headers, send)
+        await send({"type": "http.response.body", "body": bytes(held), "more_body": False})
+
+    async def _send_whole(self, answer: Answer, send: Send) -> None:
+        length = [] if self._request.method == "HEAD" else [(b"content-length", b"%d" % len(answer.body))]
+        await self._start(answer.status, [*answer.headers, *length], send)
+        await send({"type": "http.response.body", "body": answer.body, "more_body": False})
+
+    async def _start(self, status: int, headers: Headers, send: Send) -> None:
+        if self._has_started:
+            return
+        self._has_started, self.status = True, status
+        self._fleet.first_byte.observe(asyncio.get_running_loop().time() - self._arrived)
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _fail(self, error: ApiError, send: Send) -> None:
+        """Sends an error: as the answer, or as the last event of a stream in the format of its API."""
+        if not self._has_started:
+            self.status = error.status
+            await send_error(send, in_form_of(self._request.route, error))
+            return
+        if self._request.route == "/v1/responses":
+            event = typed_event(
+                "error", sequence_number=self._num_events, code=error.code, message=error.message, param=None
+            )
+        elif self._request.route == "/v1/messages":
+            event = b"event: error\ndata: " + AnthropicError.of(error).body + b"\n\n"
+        else:
+            event = b"data: " + error.body + b"\n\n"
+        log_event(logging.WARNING, "cut", {"path": self._request.route, "code": error.code}, limited="streams")
+        await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def no_replica() -> ApiError:
+    """503, no replica can be reached, or none is healthy."""
+    headers = retry_after(OVERLOAD_RETRY_S)
+    return ApiError(503, "no replica takes requests now", code="no_replica", headers=headers)
+
+
+def in_form_of(route: str, error: ApiError) -> ApiError:
+    """An error in the format of a route's API."""
+    return AnthropicError.of(error) if route.startswith("/v1/messages") else error
