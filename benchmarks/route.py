@@ -1,8 +1,10 @@
 """How many prompt tokens do replicas compute with the proxy's routing, compared with round robin?
 
-Conversations of several turns go to two processes of `engine run`, some at a time, each turn with all that was said
-before. Round robin sends each request to the next replica, and `engine route` to the one that it chooses. The replicas'
-own counters say how many prompt tokens were not in their prefix caches. Replicas are started again for each case.
+Conversations of several turns go to two processes of `engine run`, each turn with all that was said before. All
+conversations have a turn, in random order, before any has the next. Round robin sends each request to the next replica,
+and `engine route` to the one that it chooses. The replicas' own counters say how many prompt tokens were not in their
+prefix caches. Replicas are started again for each case. What is saved depends on the size of the KV caches: with round
+robin, each replica has to keep all conversations, and with `engine route` its own.
 
     python benchmarks/route.py ENGINE --conversations 200 --turns 10
 """
@@ -13,12 +15,11 @@ import random
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -63,29 +64,25 @@ def prompt_tokens(port: int) -> tuple[int, int]:
     return int(float(found["prompt_tokens"])), int(float(found["prefix_cache_hits"]))
 
 
-def converse(number: int, ports: Sequence[int], requests: Iterator[int], arguments: argparse.Namespace) -> None:
-    """One conversation; each request goes to the next port."""
-    words = random.Random(number)
-    messages: list[dict[str, str]] = []
-    for _ in range(arguments.turns):
-        messages.append({"role": "user", "content": " ".join(words.choices(WORDS, k=arguments.words))})
-        body = {"messages": messages, "max_tokens": arguments.max_tokens, "ignore_eos": True, "temperature": 0}
-        answer = json.loads(ask(ports[next(requests) % len(ports)], "POST", "/v1/chat/completions", body))
-        messages.append(answer["choices"][0]["message"])
+class Conversation:
+    """What was said so far.
 
+    Args:
+        number: seeds the questions.
+        arguments: those of the command.
+    """
 
-class Counter:
-    """Numbers of requests, for several threads."""
+    def __init__(self, number: int, arguments: argparse.Namespace) -> None:
+        self._random, self._arguments = random.Random(number), arguments
+        self._messages: list[dict[str, str]] = []
 
-    def __init__(self) -> None:
-        self._numbers, self._lock = count(), threading.Lock()
-
-    def __iter__(self) -> "Counter":
-        return self
-
-    def __next__(self) -> int:
-        with self._lock:
-            return next(self._numbers)
+    def turn(self, port: int) -> None:
+        """Asks a question, and keeps the answer."""
+        words = self._random.choices(WORDS, k=self._arguments.words)
+        self._messages.append({"role": "user", "content": " ".join(words)})
+        options = {"max_tokens": self._arguments.max_tokens, "ignore_eos": True, "temperature": 0}
+        answer = json.loads(ask(port, "POST", "/v1/chat/completions", {"messages": self._messages, **options}))
+        self._messages.append(answer["choices"][0]["message"])
 
 
 def measure(case: str, arguments: argparse.Namespace) -> int:
@@ -96,13 +93,14 @@ def measure(case: str, arguments: argparse.Namespace) -> int:
         targets = ports
         if case == "engine route":
             targets = [stack.enter_context(started("route", *(f"http://127.0.0.1:{port}" for port in ports)))]
-        requests = Counter()
+        conversations = [Conversation(number, arguments) for number in range(arguments.conversations)]
+        order = random.Random(0)
         with ThreadPoolExecutor(arguments.clients) as pool:
-            jobs = [
-                pool.submit(converse, number, targets, requests, arguments) for number in range(arguments.conversations)
-            ]
-            for job in jobs:
-                job.result()
+            for _ in range(arguments.turns):
+                order.shuffle(conversations)  # or round robin would send each to the same replica again
+                jobs = [pool.submit(one.turn, port) for one, port in zip(conversations, cycle(targets), strict=False)]
+                for job in jobs:
+                    job.result()
         counts = [prompt_tokens(port) for port in ports]
     total, cached = (sum(column) for column in zip(*counts, strict=True))
     shares = ", ".join(str(tokens) for tokens, _ in counts)
@@ -117,7 +115,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--words", type=int, default=20, help="of each question")
     parser.add_argument("--max-tokens", type=int, default=40, help="of each answer")
-    parser.add_argument("--clients", type=int, default=8, help="conversations at a time")
+    parser.add_argument("--clients", type=int, default=8, help="requests at a time")
     parser.add_argument("--kv-cache-memory", default="1g", help="of each replica")
     parser.add_argument("--threads", type=int, default=1, help="of each replica")
     arguments = parser.parse_args()

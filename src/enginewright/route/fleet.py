@@ -15,8 +15,9 @@ from enginewright.runtime.server.metrics import FIRST_TOKEN_S, Histogram
 if TYPE_CHECKING:
     from enginewright.route.forward import Forward
 
-# Bytes of prompt that cost a replica as much as one more running request costs the others.
-REQUEST_BYTES = 512
+# Bytes of prompt, about 32 tokens, whose computation weighs as much as one more running request. With 512, short
+# conversations moved too often: in benchmarks/route.py, 294,000 prompt tokens were computed, and 204,000 with 128.
+REQUEST_BYTES = 128
 
 
 class Fleet:
