@@ -9,8 +9,9 @@ from enginewright.route.config import RouteConfig, origins
 from enginewright.route.prefixes import CHUNK_BYTES
 from enginewright.route.replica import HEALTH_S, Replica
 from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.histogram import Histogram
 from enginewright.runtime.server.log import log_refused_bytes
-from enginewright.runtime.server.metrics import FIRST_TOKEN_S, Histogram
+from enginewright.runtime.server.metrics import FIRST_TOKEN_S
 
 if TYPE_CHECKING:
     from enginewright.route.forward import Forward
