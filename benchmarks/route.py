@@ -1,4 +1,4 @@
-"""How many prompt tokens do replicas compute with the proxy's routing, compared with round robin?
+"""Prompt tokens that replicas compute with the proxy's routing, compared with round robin.
 
 Conversations of several turns go to two processes of `engine run`, each turn with all that was said before. All
 conversations have a turn, in random order, before any has the next. Round robin sends each request to the next replica,
@@ -65,7 +65,7 @@ def prompt_tokens(port: int) -> tuple[int, int]:
 
 
 class Conversation:
-    """What was said so far.
+    """The conversation so far.
 
     Args:
         number: seeds the questions.

@@ -1,4 +1,4 @@
-"""What the emulator has compiled is found again wherever the clone is, until a header that it includes changes."""
+"""Libraries of the emulator are found again in any clone, until a header that they include changes."""
 
 import shutil
 from importlib.util import module_from_spec, spec_from_file_location

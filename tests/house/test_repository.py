@@ -157,7 +157,7 @@ def refusing(python: str, pins: Iterable[Requirement], folders: Iterable[str]) -
 
 
 def test_pinned_versions_install_on_the_oldest_python() -> None:
-    """As far as they are installed here, in the environment of the tests or in one that `make` keeps in .cache."""
+    """Checks what is installed here, in the environment of the tests or in one that `make` keeps in .cache."""
     oldest = {read_project(name)["requires-python"] for name in ("pyproject.toml", "bench/pyproject.toml")}
     assert oldest == {">=3.11"}
     pins = chain(*map(read_pins, [ROOT / "constraints.txt", *(ROOT / "tests/long").glob("*.txt")]))

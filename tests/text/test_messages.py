@@ -333,7 +333,7 @@ def _is_json(text: str) -> bool:
 
 
 def outcomes(calls: CallFormat, pieces: Sequence[str], *, is_cut: bool = False, **options: bool) -> CallOutcomes:
-    """How the calls of a message have ended."""
+    """Counts of the calls of a message, by their end."""
     parser = new_parser(MessageFormat(THINK, calls), TOOLS, **options)
     assert parser is not None and parser.may_call
     for text in pieces:
