@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
@@ -125,8 +125,8 @@ NOISES = (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(1000), b"ew-kv
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_clients_of_other_protocols(server: LeaseServer, noise: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), 30) as connection:
-        connection.sendall(noise)
+    with socket.create_connection(("127.0.0.1", server.port), 30) as connection, suppress(OSError):
+        connection.sendall(noise)  # the server may close the connection at any of its bytes
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(1000):
             pass
