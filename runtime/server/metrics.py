@@ -9,20 +9,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector, CollectorRegistry
 
 from enginewright import __version__
 from enginewright.runtime.core.request import Request
 from enginewright.runtime.core.stats import STEP_TOKENS, Stats
 from enginewright.runtime.device.memory_plan import KvBlocks
+from enginewright.runtime.server.exposition import MetricsText
 from enginewright.runtime.server.histogram import Histogram, cumulative
 from enginewright.runtime.server.slices import Slices
 from enginewright.runtime.speculation.stats import SpeculationStats
@@ -320,7 +318,7 @@ class Metrics:
         return family
 
 
-class MetricsPage(Collector):
+class MetricsPage(MetricsText):
     """The text of all metrics.
 
     Args:
@@ -337,21 +335,7 @@ class MetricsPage(Collector):
         vllm_names: bool = False,
     ) -> None:
         self._engines, self._rejected, self._vllm_names = engines, rejected, vllm_names
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """Renders the metrics.
-
-        Args:
-            accept: the Accept header of the scraper.
-
-        Returns:
-            The text, and its content type.
-        """
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+        super().__init__()
 
     def collect(self) -> Iterator[Metric]:
         """Each metric family once, with the samples of all engines."""
@@ -367,7 +351,3 @@ class MetricsPage(Collector):
         yield from families.values()
         if self._vllm_names:
             yield from filter(None, map(as_vllm, families.values()))
-
-    def describe(self) -> list[Metric]:
-        """An empty list; otherwise prometheus_client would collect once to learn the names."""
-        return []

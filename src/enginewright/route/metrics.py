@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector, CollectorRegistry
 
 from enginewright.route.fleet import Fleet
 from enginewright.route.prefixes import CHUNK_BYTES
 from enginewright.route.replica import Replica
+from enginewright.runtime.server.exposition import MetricsText
 
 PREFIX = "enginewright_route_"
 
 
-class RouteMetrics(Collector):
+class RouteMetrics(MetricsText):
     """The text of the proxy's metrics.
 
     Args:
@@ -23,21 +21,7 @@ class RouteMetrics(Collector):
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """Renders the metrics.
-
-        Args:
-            accept: the Accept header of the scraper.
-
-        Returns:
-            The text, and its content type.
-        """
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+        super().__init__()
 
     def collect(self) -> Iterator[Metric]:
         """All metric families."""
@@ -68,10 +52,6 @@ class RouteMetrics(Collector):
         )
         first_byte.add_metric([], buckets, total)
         yield first_byte
-
-    def describe(self) -> list[Metric]:
-        """An empty list; otherwise prometheus_client would collect once to learn the names."""
-        return []
 
     def _gauge(self, name: str, text: str, value: Callable[[Replica], float]) -> Metric:
         return self._by_replica(GaugeMetricFamily(PREFIX + name, text, labels=["replica"]), value)
