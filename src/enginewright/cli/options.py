@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from enginewright.cli.help import section, with_options
+from enginewright.cli.help import Decorator, section, with_options
 from enginewright.cli.values import BytesType, CountType, JsonObjectType
 from enginewright.quant_methods import QUANT_METHODS
 from enginewright.runtime.config import MAX_DRAFT_TOKENS, SPECULATE
@@ -124,6 +124,70 @@ LIMIT_OPTIONS = with_options(
     ISA_OPTION,
     MMAP_OPTION,
 )
+
+_address, _overload, _log = section("Address"), section("Overload"), section("Log")
+LOG_OPTIONS = with_options(
+    _log(
+        "--log-level",
+        type=click.Choice(("error", "warning", "info", "debug")),
+        default="info",
+        help="Lowest level that is logged on stderr; info has a line for each request.",
+    ),
+    _log("--log-format", type=click.Choice(("text", "json")), default="text", help="Form of each line of the log."),
+)
+
+
+def hosting_options(port: int) -> Decorator:
+    """Options of a command that serves HTTP: the fields of HostingConfig that are no constants.
+
+    Args:
+        port: the default port.
+    """
+    return with_options(
+        _address(
+            "--host",
+            default="127.0.0.1",
+            help="Address to listen on. 0.0.0.0 accepts connections from other machines.",
+        ),
+        _address(
+            "--port",
+            type=click.IntRange(0, 65535),
+            default=port,
+            help="Port to listen on; 0 takes any free one.",
+        ),
+        _address(
+            "--allowed-host",
+            "allowed_hosts",
+            multiple=True,
+            show_default="on a loopback address its own names, otherwise any",
+            help="A name that requests may have in their Host header. The option may be given several times.",
+        ),
+        _address(
+            "--ssl-certfile",
+            type=click.Path(path_type=Path, dir_okay=False),
+            show_default="no TLS",
+            help="Serve HTTPS with this PEM file of the certificate and its chain, which is read again after SIGHUP.",
+        ),
+        _address(
+            "--ssl-keyfile",
+            type=click.Path(path_type=Path, dir_okay=False),
+            show_default="in --ssl-certfile",
+            help="The certificate's private key, a PEM file without a password.",
+        ),
+        _overload(
+            "--max-connections",
+            type=CountType(),
+            show_default="what the limit of open files allows, up to 4096",
+            help="Maximum number of open connections of clients. More are refused with status 503.",
+        ),
+        _overload(
+            "--drain-seconds",
+            type=float,
+            default=30.0,
+            help="Seconds that running and waiting requests may take to finish after SIGTERM or Ctrl-C.",
+        ),
+    )
+
 
 _workload = section("Requests")
 # Names of the values of WORKLOAD_OPTIONS, the options of `engine bench offline` and `serve`.

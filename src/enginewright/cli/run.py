@@ -6,7 +6,15 @@ from typing import Any
 import click
 
 from enginewright.cli.help import SectionCommand, section
-from enginewright.cli.options import LIMIT_OPTIONS, LIMITS, QUANTS, VERIFY_OPTION, pop_options
+from enginewright.cli.options import (
+    LIMIT_OPTIONS,
+    LIMITS,
+    LOG_OPTIONS,
+    QUANTS,
+    VERIFY_OPTION,
+    hosting_options,
+    pop_options,
+)
 from enginewright.cli.values import BytesType, CountType, EnginePathType, QuantType
 from enginewright.runtime.config import KV_ROLES
 
@@ -27,8 +35,7 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     help="Number format of weights and activations, if a MODEL is built.",
 )
 @model("--rebuild", is_flag=True, help="Build a MODEL even if the cache has its engine.")
-@address("--host", default="127.0.0.1", help="Address to listen on. 0.0.0.0 accepts connections from other machines.")
-@address("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes any free one.")
+@hosting_options(port=8000)
 @address(
     "--served-model-name",
     "served_model_names",
@@ -37,31 +44,12 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     help="Name of the model in the API. The option may be given several times; each name is accepted.",
 )
 @address(
-    "--allowed-host",
-    "allowed_hosts",
-    multiple=True,
-    show_default="on a loopback address its own names, otherwise any",
-    help="A name that requests may have in their Host header. The option may be given several times.",
-)
-@address(
     "--allowed-origins",
     multiple=True,
     metavar="ORIGIN",
     show_default="none",
     help="A site whose web pages may use the server from a browser (CORS), such as https://chat.example.com. The "
     "option may be given several times.",
-)
-@address(
-    "--ssl-certfile",
-    type=click.Path(path_type=Path, dir_okay=False),
-    show_default="no TLS",
-    help="Serve HTTPS with this PEM file of the certificate and its chain. SIGHUP makes the server read it again.",
-)
-@address(
-    "--ssl-keyfile",
-    type=click.Path(path_type=Path, dir_okay=False),
-    show_default="in --ssl-certfile",
-    help="The certificate's private key, a PEM file without a password.",
 )
 @address(
     "--tool-call-parser",
@@ -152,23 +140,11 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     help="Maximum memory for the kept responses and the conversations before them.",
 )
 @overload(
-    "--max-connections",
-    type=CountType(),
-    show_default="what the limit of open files allows, up to 4096",
-    help="Maximum number of open connections. More are refused with status 503.",
-)
-@overload(
     "--step-timeout",
     type=float,
     default=60.0,
     help="Seconds after which a step of the engine that has not ended makes /health fail, and new requests get status "
     "503; 0 turns this off.",
-)
-@overload(
-    "--drain-seconds",
-    type=float,
-    default=30.0,
-    help="Seconds that running and waiting requests may take to finish after SIGTERM or Ctrl-C.",
 )
 @section("Operation")(
     "--strict-keys",
@@ -241,16 +217,7 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     help="A class of the tenant of a key, such as paid, by which metrics are sliced. The option is given once for each "
     "key, in the order of the keys.",
 )
-@section("Log")(
-    "--log-level",
-    type=click.Choice(("error", "warning", "info", "debug")),
-    default="info",
-    help="Lowest level that is logged on stderr; info has a line for each request, and one for the throughput every "
-    "ten seconds of work.",
-)
-@section("Log")(
-    "--log-format", type=click.Choice(("text", "json")), default="text", help="Form of each line of the log."
-)
+@LOG_OPTIONS
 @VERIFY_OPTION
 def run(
     engines: tuple[Path, ...],
