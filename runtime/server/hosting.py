@@ -17,6 +17,8 @@ from enginewright.errors import EngineError
 from enginewright.runtime.env import notify_socket
 from enginewright.runtime.server.connections import ACCEPTS_AT_ONCE, ConnectionLimit
 from enginewright.runtime.server.errors import ApiError
+from enginewright.runtime.server.hosting_config import HostingConfig
+from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.tls import Tls
 from enginewright.runtime.server.wire import LimitedHttp
 
@@ -87,6 +89,22 @@ def print_ready(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def tls_of(config: HostingConfig) -> Tls | None:
+    """The certificate that the settings name, if any. Raises UsageError if the files are no certificate and its key."""
+    return None if config.ssl_certfile is None else Tls(config.ssl_certfile, config.ssl_keyfile)
+
+
+def host_check(listener: socket.socket, config: HostingConfig) -> HostCheck:
+    """The check of Host headers for a server that listens at a socket."""
+    return HostCheck(listener.getsockname()[0], config.host, config.allowed_hosts)
+
+
+def api_url(listener: socket.socket, tls: Tls | None) -> str:
+    """The URL of the API at a bound socket, for people and for clients' settings."""
+    host, port = listener.getsockname()[:2]
+    return f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
 def listen_for_signals(shutdown: Shutdown, tls: Tls | None) -> None:
     """Makes SIGTERM and SIGINT request the shutdown, and SIGHUP read the certificate again."""
     loop = asyncio.get_running_loop()
@@ -110,9 +128,8 @@ async def host_app(
     shutdown: Shutdown,
     ready: Callable[[], None],
     tls: Tls | None,
+    config: HostingConfig,
     *,
-    max_connections: int | None,
-    drain_seconds: float,
     release: Callable[[], Awaitable[None]],
 ) -> None:
     """Serves requests on a bound socket, until the shutdown is requested and running requests have ended.
@@ -122,10 +139,9 @@ async def host_app(
         work: its requests.
         listener: the bound socket.
         shutdown: the request to end.
-        ready: called once connections are accepted.
+        ready: called once connections are accepted, before systemd is notified.
         tls: the certificate; None serves plain text.
-        max_connections: the maximum number of connections; None is what the limit of open files allows.
-        drain_seconds: seconds that running requests may take to end after the shutdown was requested.
+        config: the settings; its address is not read.
         release: called if requests have not ended even though their connections are closed.
 
     Raises:
@@ -136,7 +152,7 @@ async def host_app(
         listener.listen(BACKLOG)
     except OSError as error:
         raise _no_address(address[0], address[1], error) from error
-    limit = ConnectionLimit(max_connections, lambda status: work.reject(status, None))
+    limit = ConnectionLimit(config.max_connections, lambda status: work.reject(status, None))
     server = _Server(
         uvicorn.Config(
             app,
@@ -161,10 +177,11 @@ async def host_app(
         if server.started:
             listener.listen(BACKLOG)  # asyncio has set it to ACCEPTS_AT_ONCE
             ready()
+            notify_systemd("READY=1")
         await asyncio.wait((serving, requested), return_when=asyncio.FIRST_COMPLETED)
         work.drain()
         notify_systemd("STOPPING=1")
-        await _drain(work, shutdown, drain_seconds)
+        await _drain(work, shutdown, config.drain_seconds)
     finally:
         requested.cancel()
         server.should_exit = True

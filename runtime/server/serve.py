@@ -23,13 +23,14 @@ from enginewright.runtime.server.engine_files import files_of, names_alone
 from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.hosting import (
     Shutdown,
+    api_url,
     bind,
     host_app,
+    host_check,
     listen_for_signals,
-    notify_systemd,
     print_ready,
+    tls_of,
 )
-from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.tls import Tls
 
@@ -95,11 +96,7 @@ async def _serve(
         gc.collect()
         gc.freeze()  # these objects stay, so later collections, which delay a step, skip them
 
-        def ready() -> None:
-            announce(_ready(engines, listener))
-            notify_systemd("READY=1")
-
-        await host(engines, listener, shutdown, ready, tls)
+        await host(engines, listener, shutdown, lambda: announce(_ready(engines, listener, tls)), tls)
     finally:
         await _close(engines)
 
@@ -142,11 +139,6 @@ async def _close(engines: Engines) -> None:
     await closing
 
 
-def tls_of(config: ServerConfig) -> Tls | None:
-    """The certificate that the config names, if any. Raises UsageError if the files are no certificate and its key."""
-    return None if config.ssl_certfile is None else Tls(config.ssl_certfile, config.ssl_keyfile)
-
-
 async def host(
     engines: Engines,
     listener: socket.socket,
@@ -166,8 +158,7 @@ async def host(
     Raises:
         EngineError: another program uses the address, or the limit of open files is too low.
     """
-    config = engines.config
-    app = App(engines, HostCheck(listener.getsockname()[0], config.host, config.allowed_hosts))
+    app = App(engines, host_check(listener, engines.config))
     try:
         await host_app(
             app,
@@ -176,19 +167,16 @@ async def host(
             shutdown,
             ready,
             tls,
-            max_connections=config.max_connections,
-            drain_seconds=config.drain_seconds,
+            engines.config,
             release=partial(_close, engines),  # requests wait for a step of the engine, or for the tokenizer
         )
     finally:
         await asyncio.to_thread(app.close)
 
 
-def _ready(engines: Engines, listener: socket.socket) -> str:
+def _ready(engines: Engines, listener: socket.socket, tls: Tls | None) -> str:
     """The line with the server's address, and the number of requests that fit at once."""
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if engines.config.ssl_certfile is None else "https"
-    address = f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+    address = api_url(listener, tls)
     if not engines.services:
         at_once = f"open on demand, in {format_bytes(engines.memory)} together"
         return f"serving {', '.join(engines.names)} at {address} ({at_once})"

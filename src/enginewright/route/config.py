@@ -1,16 +1,16 @@
 """The settings of the proxy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass
 
 import httpx2
 
 from enginewright.errors import UsageError
+from enginewright.runtime.server.hosting_config import AT_LEAST_0, HostingConfig, check_rules
 
 
 @dataclass(frozen=True)
-class RouteConfig:
+class RouteConfig(HostingConfig):
     """Settings of the proxy.
 
     Raises:
@@ -18,30 +18,16 @@ class RouteConfig:
     """
 
     replicas: tuple[str, ...]  # URLs of the replicas: scheme, host and port
-    host: str = "127.0.0.1"  # address to listen on
+    _: KW_ONLY
     port: int = 8080  # TCP port; 0 chooses a free one
     max_lead: int = 8  # requests that a replica may run beyond the least busy one, to reuse a prefix
-    drain_seconds: float = 30.0  # seconds that running requests may take to end after the signal to stop
-    max_body_bytes: int = 8 << 20  # maximum size of a request's body, in bytes
-    # maximum number of connections of clients; None is up to 4096, within the limit of open files
-    max_connections: int | None = None
-    ssl_certfile: str | Path | None = None  # PEM file of the certificate with its chain; None means no TLS
-    ssl_keyfile: str | Path | None = None  # PEM file of the key; None means that it is in ssl_certfile
-    # names in the Host header that are accepted like the proxy's own, without ports
-    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rules(self, {"max_lead": AT_LEAST_0}, {})
         urls = origins(self.replicas)
         if len(set(urls)) < len(urls) or not urls:
             raise UsageError("the replicas must be different", f"there are {', '.join(map(str, urls)) or 'none'}")
-        if self.max_lead < 0:
-            raise UsageError(f"max_lead is {self.max_lead}", "it must be 0 or more")
-        if not 0 <= self.drain_seconds < float("inf"):
-            raise UsageError(f"drain_seconds is {self.drain_seconds}", "it must be a number of seconds, 0 or more")
-        if self.max_connections is not None and self.max_connections < 1:
-            raise UsageError(f"max_connections is {self.max_connections}", "it must be at least 1")
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise UsageError("ssl_keyfile needs ssl_certfile", "a key without a certificate is no identity")
 
 
 def origins(urls: Sequence[str]) -> list[httpx2.URL]:

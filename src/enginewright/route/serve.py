@@ -9,13 +9,14 @@ from enginewright.route.config import RouteConfig
 from enginewright.route.fleet import Fleet
 from enginewright.runtime.server.hosting import (
     Shutdown,
+    api_url,
     bind,
     host_app,
+    host_check,
     listen_for_signals,
-    notify_systemd,
     print_ready,
+    tls_of,
 )
-from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.tls import Tls
 
 
@@ -30,7 +31,7 @@ def route(config: RouteConfig, *, announce: Callable[[str], None] = print_ready)
         UsageError: the files of the certificate are wrong.
         EngineError: the proxy cannot listen at the address.
     """
-    tls = None if config.ssl_certfile is None else Tls(config.ssl_certfile, config.ssl_keyfile)
+    tls = tls_of(config)
     with bind(config.host, config.port) as listener:
         asyncio.run(_route(config, listener, announce, tls))
 
@@ -40,12 +41,7 @@ async def _route(
 ) -> None:
     fleet, shutdown = Fleet(config), Shutdown()
     listen_for_signals(shutdown, tls)
-
-    def ready() -> None:
-        announce(_ready(fleet, listener, tls))
-        notify_systemd("READY=1")
-
-    await host_fleet(fleet, listener, shutdown, ready, tls)
+    await host_fleet(fleet, listener, shutdown, lambda: announce(_ready(fleet, listener, tls)), tls)
 
 
 async def host_fleet(
@@ -67,27 +63,15 @@ async def host_fleet(
     Raises:
         EngineError: another program uses the address, or the limit of open files is too low.
     """
-    config = fleet.config
-    app = RouteApp(fleet, HostCheck(listener.getsockname()[0], config.host, config.allowed_hosts))
+    app = RouteApp(fleet, host_check(listener, fleet.config))
     try:
         await fleet.start()
-        await host_app(
-            app,
-            fleet,
-            listener,
-            shutdown,
-            ready,
-            tls,
-            max_connections=config.max_connections,
-            drain_seconds=config.drain_seconds,
-            release=fleet.close,
-        )
+        await host_app(app, fleet, listener, shutdown, ready, tls, fleet.config, release=fleet.close)
     finally:
         await fleet.close()
 
 
 def _ready(fleet: Fleet, listener: socket.socket, tls: Tls | None) -> str:
     """The line with the proxy's address, and the state of the replicas."""
-    host, port = listener.getsockname()[:2]
-    address = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    return f"routing at {address} to {len(fleet.healthy)} of {len(fleet.replicas)} replicas that take requests"
+    healthy, total = len(fleet.healthy), len(fleet.replicas)
+    return f"routing at {api_url(listener, tls)} to {healthy} of {total} replicas that take requests"
