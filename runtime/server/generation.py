@@ -17,7 +17,7 @@ from enginewright.runtime.core.prompts import Conversation, Prompt
 from enginewright.runtime.core.request import Request
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.admission import Reservation
-from enginewright.runtime.server.errors import ApiError, answer_error, from_engine, internal, shutting_down
+from enginewright.runtime.server.errors import ApiError, answer_error, from_engine, internal, overloaded, shutting_down
 from enginewright.runtime.server.form import Choice, Form, Usage
 from enginewright.runtime.server.log import RequestLog
 from enginewright.runtime.server.slices import Measurements, slice_values
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PREPARE_S = 30.0  # maximum seconds until a prompt and its grammar are prepared; grammars may wait for others
 NewParsers = Callable[[Sequence[int], int], Sequence[Parser | None]]
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -98,6 +99,7 @@ class Generation:
         self._choices: list[list[Choice]] = []  # by prompt
         self._measured: list[Measurements] = []  # by prompt
         self._reservations: Sequence[Reservation] = ()
+        self._preparing: asyncio.Task[AsyncRequest] | None = None  # preparation of the current prompt
         self._stopped: Exception | None = None  # error that ends the request early
         self._started = False  # True once the response's head was sent
 
@@ -145,6 +147,8 @@ class Generation:
     def stop(self, why: Exception) -> None:
         """Ends the request early; `why` is raised where its completions are awaited."""
         self._stopped = self._stopped or why
+        if self._preparing is not None:
+            self._preparing.cancel()
         for request in self._requests:
             request.abort()
 
@@ -179,15 +183,27 @@ class Generation:
             self._service.llm.start(request)
 
     async def _prepare(self, prompt: Prompt, salt: str) -> AsyncRequest:
-        with template_errors(prompt):
-            return await self._service.llm.prepare(
-                prompt,
-                self._params,
-                cache_salt=salt,
-                work=self._work,
-                structure=self._structure,
-                kv_transfer_params=self._kv_transfer_params,
-            )
+        """Prepares a prompt; raises the error of `stop` if that is called before the end."""
+        late = overloaded(f"a prompt and its grammar could not be prepared within {PREPARE_S:g} s")
+        preparing = self._service.llm.prepare(
+            prompt,
+            self._params,
+            cache_salt=salt,
+            work=self._work,
+            structure=self._structure,
+            kv_transfer_params=self._kv_transfer_params,
+        )
+        self._preparing = asyncio.create_task(preparing)
+        timer = asyncio.get_running_loop().call_later(PREPARE_S, self.stop, late)
+        try:
+            with template_errors(prompt):
+                return await self._preparing
+        except asyncio.CancelledError:
+            if self._stopped is None:
+                raise
+            raise self._stopped from None
+        finally:
+            timer.cancel()
 
     async def _stream(self, send: Send) -> None:
         await _together([self._stream_prompt(number, send) for number in range(len(self._requests))])

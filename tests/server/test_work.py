@@ -1,9 +1,11 @@
 """Over HTTP: how urgent requests are, when they end by their timeout, and answers that are chosen among several."""
 
 import json
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ import pytest
 from enginewright import BeamSearchParams
 from enginewright.errors import UsageError
 from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.core.engine_core import EngineCore
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.core.request import Request
+from enginewright.runtime.grammar.grammar_processes import NUM_SPARE
+from enginewright.runtime.server import generation
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, Running, head_of, running, wait_until
 
 PROMPT = "The capital of France is"
@@ -108,6 +113,41 @@ def test_a_timeout_ends_a_request_that_waits(server: Running) -> None:
             wait_until(lambda: server.llm.stats().num_waiting == num_waiting + 2 or late.done())  # and its end
         assert late.result().error["code"] == "timeout"
         assert server.llm.stats().num_running == 1
+
+
+@contextmanager
+def held_grammars(server: Running) -> Iterator[None]:
+    """Stops the process that forks the others, after those in reserve are used up, so that no grammar is compiled."""
+    assert server.complete("x", guided_regex="ab", ignore_eos=None)["choices"]
+    core = server.llm._core
+    assert isinstance(core, EngineCore)
+    fork_server = core._grammars._processes._fork_server
+    assert fork_server is not None
+    fork_server.send_signal(signal.SIGSTOP)
+    try:
+        for number in range(NUM_SPARE):
+            assert server.complete("x", guided_regex=f"a{{{number + 3}}}", ignore_eos=None)["choices"]
+        yield
+    finally:
+        fork_server.send_signal(signal.SIGCONT)
+
+
+def test_a_request_ends_while_its_grammar_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its timeout, by the server's limit, and when its client leaves."""
+    body = {"prompt": "x", "guided_regex": "b{9}"}
+    with held_grammars(server):
+        late = server.post(COMPLETIONS, body | {"timeout": 0.2})
+        assert (late.status, late.error["code"]) == (504, "timeout")
+        with server.connect() as connection:
+            server.send(connection, COMPLETIONS, body)
+            wait_until(lambda: server.service.admission.num_answers == 1)
+        wait_until(server.is_idle)
+        monkeypatch.setattr(generation, "PREPARE_S", 0.2)
+        busy = server.post(COMPLETIONS, body)
+        assert (busy.status, busy.error["code"], busy.headers["retry-after"]) == (429, "overloaded", "1")
+        assert server.complete("x", max_tokens=3)["choices"], "others are answered"
+        monkeypatch.undo()
+    assert server.complete(**body, ignore_eos=None)["choices"][0]["text"] == "b" * 9
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
