@@ -78,8 +78,8 @@ class SplitAttentionI8 : public SplitBase<S> {
     const int64_t positions = kv.groups * kGroup;
     const auto row_of = [&](int64_t row) { return scratch.scores + row * kSplitPositions; };
     const auto max_sum = [&](int64_t row) { return partial + row * partial_floats(width_) + width_; };
-    Power powers[kMostTileRows];
-    float per_unit[kMostTileRows];
+    Power powers[kMaxTileRows];
+    float per_unit[kMaxTileRows];
     for (int64_t row = 0; row < tile.rows; ++row) {
       powers[row] = this->prepare(row_of(row), kv.begin, positions, tile.low[row], tile.high[row],
                                   this->scale_ * tile.scale[row], max_sum(row));
@@ -160,18 +160,18 @@ class SplitAttentionI8 : public SplitBase<S> {
                 float* per_unit) const {
     const int64_t positions = kv.groups * kGroup;
     const F factor = S::set1(power.factor), offset = S::set1(power.offset);
-    F sum = S::zero(), most = S::zero(), lost = S::zero();  // lost: NaN where a weight is not finite
+    F sum = S::zero(), maxima = S::zero(), lost = S::zero();  // lost: NaN where a weight is not finite
     for (int64_t i = 0; i < positions; i += kGroup) {
       const F p = exp2_of_negative<S>(S::fma(S::load(scores + i), factor, offset));
       const F weight = S::mul(p, S::load(kv.value_scales[i / kGroup]));
       S::store(scores + i, weight);
       sum = S::add(sum, p);
-      most = S::max(weight, most);
+      maxima = S::max(weight, maxima);
       lost = S::fma(weight, S::zero(), lost);
       ahead.fetch();
     }
     max_sum[1] = S::reduce_add(sum);
-    const float largest = S::reduce_max(most);
+    const float largest = S::reduce_max(maxima);
     const bool zero = largest < 0x1p-100f;
     *per_unit = zero ? 0.0f : kLargestWeight / largest;
     return (zero ? 0.0f : largest / kLargestWeight) + S::reduce_add(lost);

@@ -23,7 +23,7 @@
 namespace enginewright {
 namespace {
 
-constexpr int64_t kMostTileRows = 32;
+constexpr int64_t kMaxTileRows = 32;
 constexpr int64_t kGroup = 16;          // positions whose scores are the lanes of a register
 constexpr int64_t kStepPositions = 32;  // what a tile sees of a split is whole steps, aligned to absolute 0
 constexpr int64_t kSplitGroups = kSplitPositions / kGroup;
@@ -33,9 +33,9 @@ template <class Element>
 struct TileQueries {
   Element* q;
   int64_t rows;
-  int64_t low[kMostTileRows], high[kMostTileRows];
-  float scale[kMostTileRows];  // of int8 alone, see attention_i8.h
-  int32_t excess[kMostTileRows];
+  int64_t low[kMaxTileRows], high[kMaxTileRows];
+  float scale[kMaxTileRows];  // of int8 alone, see attention_i8.h
+  int32_t excess[kMaxTileRows];
 };
 
 // The part of a split that a tile sees: whole steps of positions from `begin` on, by groups as they lie in
@@ -223,7 +223,7 @@ class SplitSoftmax : public SplitBase<S> {
       for (int64_t row = 0; row < tile.rows; ++row) scale(kv, scratch.scores + row * kSplitPositions);
     }
     const auto max_sum = [&](int64_t row) { return partial + row * partial_floats(width_) + width_; };
-    Power powers[kMostTileRows];
+    Power powers[kMaxTileRows];
     for (int64_t row = 0; row < tile.rows; ++row) {
       powers[row] = this->prepare(scratch.scores + row * kSplitPositions, kv.begin, positions, tile.low[row],
                                   tile.high[row], this->scale_, max_sum(row));

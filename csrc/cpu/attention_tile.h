@@ -27,12 +27,12 @@ ENGINEWRIGHT_INLINE void call_chunk(int64_t row, int64_t n, const Function& f) {
 }
 
 // Calls f(first row, Chunk<R>) for runs of R <= Most rows, of nearly the same R each.
-template <int Most, class Function>
+template <int Max, class Function>
 ENGINEWRIGHT_INLINE void for_row_chunks(int64_t rows, const Function& f) {
-  int64_t chunks = (rows + Most - 1) / Most;
+  int64_t chunks = (rows + Max - 1) / Max;
   for (int64_t row = 0; row < rows; --chunks) {
     const int64_t n = (rows - row + chunks - 1) / chunks;
-    call_chunk<Most>(row, n, f);
+    call_chunk<Max>(row, n, f);
     row += n;
   }
 }

@@ -39,7 +39,7 @@ class CausalConv final : public Kernel {
     require(taps_.kind == Operand::Kind::weight && taps_.dtype == DType::f32 &&
                 taps_.layout == Layout::r16_columns && taps_.max_rows == x_.columns,
             "'taps' must be f32 in r16_columns, with a row for each column of 'x'");
-    require(2 <= width_ && width_ <= kMostTaps, "'taps' must have 2 to 8 columns");
+    require(2 <= width_ && width_ <= kMaxTaps, "'taps' must have 2 to 8 columns");
     require_same_rows(x_, out_);
     require_columns(out_, x_.columns);
   }
@@ -67,7 +67,7 @@ class CausalConv final : public Kernel {
 
  private:
   using F = typename S::F;
-  static constexpr int64_t kMostTaps = 8, kPieceColumns = 256;
+  static constexpr int64_t kMaxTaps = 8, kPieceColumns = 256;
 
   // Inputs of one position: a row of x and its gate, or of the state, which has been gated.
   struct Input {
@@ -96,7 +96,7 @@ class CausalConv final : public Kernel {
   }
 
   void run_piece(Range tokens, float* state, int64_t begin, int64_t end) const {
-    Input inputs[kMostTaps];
+    Input inputs[kMaxTaps];
     for (int64_t token = tokens.begin; token < tokens.end; ++token) {
       for (int64_t j = 0; j < width_; ++j) {
         inputs[j] = input(token - (width_ - 1) + j, tokens.begin, state);

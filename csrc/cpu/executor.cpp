@@ -11,20 +11,20 @@ namespace enginewright {
 
 namespace {
 
-constexpr int64_t kMostThreads = 1024;
+constexpr int64_t kMaxThreads = 1024;
 constexpr int64_t kStrideElements = 64;  // plan.py: COLUMN_ALIGN
 constexpr int64_t kAlignBytes = 64;
-constexpr int64_t kMostColumns = int64_t{1} << 31;
+constexpr int64_t kMaxColumns = int64_t{1} << 31;
 
 int64_t checked_threads(int64_t threads) {
-  require(1 <= threads && threads <= kMostThreads, "the number of threads must be in 1 … 1024");
+  require(1 <= threads && threads <= kMaxThreads, "the number of threads must be in 1 … 1024");
   return threads;
 }
 
 // linear.at(sizes), refusing negative terms and overflow.
 int64_t checked_at(const Linear& linear, const Sizes& sizes) {
   int64_t sum = checked_add(linear.constant, 0);
-  for (size_t dim = 0; dim < kMostDims; ++dim) {
+  for (size_t dim = 0; dim < kMaxDims; ++dim) {
     sum = checked_add(sum, checked_mul(linear.factors[dim], sizes[dim]));
   }
   return sum;
@@ -114,7 +114,7 @@ Operand Executor::bind(const std::string& label, const ArenaSpec& spec) const {
   Operand operand;
   const std::string the = "the buffer of '" + label + "' ";
   require(spec.offset_bytes >= 0 && spec.offset_bytes % kAlignBytes == 0, the + "starts at an odd address");
-  require(spec.columns > 0 && spec.column_offset >= 0 && spec.pad >= 0 && spec.stride < kMostColumns &&
+  require(spec.columns > 0 && spec.column_offset >= 0 && spec.pad >= 0 && spec.stride < kMaxColumns &&
               spec.stride % kStrideElements == 0,
           the + "has no proper columns");
   require(checked_add(checked_add(spec.column_offset, spec.columns), spec.pad) <= spec.stride,
@@ -139,7 +139,7 @@ Operand Executor::bind(const std::string& label, const ArenaSpec& spec) const {
 }
 
 Operand Executor::bind(const std::string& label, const WeightSpec& spec) const {
-  require(spec.rows > 0 && spec.columns > 0 && spec.columns < kMostColumns,
+  require(spec.rows > 0 && spec.columns > 0 && spec.columns < kMaxColumns,
           "the weight '" + label + "' is empty");
   int64_t rows = spec.rows, columns = spec.columns;
   if (spec.layout == Layout::plain) {
@@ -251,7 +251,7 @@ std::vector<KernelProfile> Executor::profile(const std::vector<InputArray>& arra
 }
 
 void Executor::prepare(const std::vector<InputArray>& arrays, const Sizes& sizes) {
-  for (size_t dim = 0; dim < kMostDims; ++dim) {
+  for (size_t dim = 0; dim < kMaxDims; ++dim) {
     if (sizes[dim] < 0 || sizes[dim] > limits_[dim]) {
       throw std::invalid_argument("the step is larger than the limits");
     }

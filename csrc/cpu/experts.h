@@ -214,9 +214,9 @@ class Route final : public Kernel {
   }
 
   void softmax(float* scores) const {
-    F most = S::load(scores);
-    for (int64_t i = 1; i < blocks_; ++i) most = S::max(most, S::load(scores + i * 16));
-    const F largest = S::set1(S::reduce_max(most));
+    F maxima = S::load(scores);
+    for (int64_t i = 1; i < blocks_; ++i) maxima = S::max(maxima, S::load(scores + i * 16));
+    const F largest = S::set1(S::reduce_max(maxima));
     F sum = S::zero();
     for (int64_t i = 0; i < blocks_; ++i) {
       const F e = exp<S>(S::sub(S::load(scores + i * 16), largest));

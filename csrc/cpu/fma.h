@@ -147,12 +147,12 @@ void fma_tile(const float* x, const Expanded& w, bool zero, const Sums& sums, Ne
 
 // The least tile that more rows than few are divided into.
 template <class S>
-constexpr int least_rows = S::few_byte_rows < S::fma_rows / 2 ? S::few_byte_rows + 1 : (S::fma_rows + 1) / 2;
+constexpr int min_rows = S::few_byte_rows < S::fma_rows / 2 ? S::few_byte_rows + 1 : (S::fma_rows + 1) / 2;
 
 template <class S, int M, int N, int64_t x_stride, bool fetch>
 void fma_tile_of(int64_t rows, const float* x, const Expanded& w, bool zero, const Sums& sums,
                  const Next& ahead) {
-  if constexpr (M > least_rows<S>) {
+  if constexpr (M > min_rows<S>) {
     if (rows < M) return fma_tile_of<S, M - 1, N, x_stride, fetch>(rows, x, w, zero, sums, ahead);
   }
   fma_tile<S, M, N, x_stride, fetch>(x, w, zero, sums, ahead);

@@ -173,9 +173,9 @@ class GemmBf16 {
   static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte*) const {
-    const int64_t most = strip_units(g_, g_.block_bytes);
-    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
-      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
+    const int64_t max_units = strip_units(g_, g_.block_bytes);
+    for (int64_t unit = mine.begin; unit < mine.end; unit += max_units) {
+      const int64_t units = mine.end - unit < max_units ? mine.end - unit : max_units;
       const int64_t block = unit * g_.unit_blocks;
       Strip<S, Bf16Lines<S>>(g_, g_.block(block), g_.block_bytes, block, units * g_.unit_blocks).run(tokens);
     }
@@ -199,9 +199,9 @@ class Gemm8A16 {
   static int64_t passes(int64_t) { return 1; }  // of strips
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
-    const int64_t most = strip_units(g_, 2 * g_.block_bytes);
-    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
-      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
+    const int64_t max_units = strip_units(g_, 2 * g_.block_bytes);
+    for (int64_t unit = mine.begin; unit < mine.end; unit += max_units) {
+      const int64_t units = mine.end - unit < max_units ? mine.end - unit : max_units;
       const int64_t block = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
       if (tokens < kExpandTokens) {
         Strip<S, Lines>(g_, g_.block(block), g_.block_bytes, block, blocks).run(tokens);

@@ -104,16 +104,16 @@ class GemmA8 {
 
   int64_t scratch_bytes() const {
     const int64_t tokens = panel_tokens(), kept = kKeeps ? kFourBytes * g_.k_pad / 4 : 0;
-    return piece_bytes_ + tokens * (kMostBlocks * 64 + kept) +
+    return piece_bytes_ + tokens * (kMaxBlocks * 64 + kept) +
            tokens / tile_tokens() * g_.groups * int64_t{sizeof(Run)};
   }
   int64_t passes(int64_t tokens) const { return (tokens + panel_tokens() - 1) / panel_tokens(); }
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
-    const int64_t most = panel_tokens();
+    const int64_t max_tokens = panel_tokens();
     const int64_t begin = mine.begin * g_.unit_blocks, end = mine.end * g_.unit_blocks;
-    for (int64_t row = 0; row < tokens; row += most) {
-      const Panel panel = panel_at(row, tokens - row < most ? tokens - row : most, scratch);
+    for (int64_t row = 0; row < tokens; row += max_tokens) {
+      const Panel panel = panel_at(row, tokens - row < max_tokens ? tokens - row : max_tokens, scratch);
       if (panel.tokens <= kDirect) {
         few<kDirect>(panel, begin, end);
       } else if (g_.groups == 1) {
@@ -132,15 +132,15 @@ class GemmA8 {
   static constexpr int64_t kLineK = 4 * kLines;                                 // of K, in 64 bytes
   static constexpr int kRunTokens = S::run_tokens, kRunBlocks = S::run_blocks;  // of several runs
   static constexpr int kDirect = std::size(Codes::streams),
-                       kMostTokens = kDirect > kRunTokens ? kDirect : kRunTokens;
-  static constexpr int kMostBlocks = kBlocks > 2 ? kBlocks : 2;  // whose sums wait
-  static constexpr int64_t kPanelBytes = 1 << 19;                // of x: a part of L2
+                       kMaxTokens = kDirect > kRunTokens ? kDirect : kRunTokens;
+  static constexpr int kMaxBlocks = kBlocks > 2 ? kBlocks : 2;  // whose sums wait
+  static constexpr int64_t kPanelBytes = 1 << 19;               // of x: a part of L2
   static constexpr int64_t kPanelTokens = 64;       // at least, though a long K has x come from L3 then
   static constexpr int64_t kPrefetchStream = 4096;  // ahead in the only stream
   static constexpr int64_t kPrefetchBytes = 2048;   // ahead in each of several
   static constexpr int64_t kPrefetchAgain = 256;    // since a core with many lines on their way drops some
   static constexpr int64_t kPrefetchScales = 32;    // runs ahead
-  static_assert(kLeastL1Bytes / 256 * 192 / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
+  static_assert(kMinL1Bytes / 256 * 192 / 16 / kRunBlocks >= GemmOperands::kLongestGroup);
   static_assert(kRunTokens >= kTokens && kRunBlocks <= kBlocks);
 
   using Kept = typename Codes::Kept;
@@ -153,10 +153,10 @@ class GemmA8 {
   // From what a line of a tile of M tokens meets to what the next one does.
   static constexpr int64_t fours(int tokens) { return kKeeps ? tokens * kFourBytes : 4; }
 
-  // Pieces of K of nearly the same length, whole `unit`s, and no longer than `most`.
-  int64_t piece_of(int64_t unit, int64_t most) const {
-    most = most / unit * unit;
-    const int64_t pieces = (k_end_ + most - 1) / most;
+  // Pieces of K of nearly the same length, whole `unit`s, and no longer than `max_piece`.
+  int64_t piece_of(int64_t unit, int64_t max_piece) const {
+    max_piece = max_piece / unit * unit;
+    const int64_t pieces = (k_end_ + max_piece - 1) / max_piece;
     return round_up((k_end_ + pieces - 1) / pieces, unit);
   }
 
@@ -169,8 +169,8 @@ class GemmA8 {
 
   // What a tile's tokens have of their own in a run of K.
   struct Run {
-    int32_t first[kMostTokens];  // what sums begin with, or are to be multiplied by zero
-    float scale[kMostTokens];
+    int32_t first[kMaxTokens];  // what sums begin with, or are to be multiplied by zero
+    float scale[kMaxTokens];
   };
 
   struct Panel {
@@ -183,7 +183,7 @@ class GemmA8 {
 
   Panel panel_at(int64_t row, int64_t tokens, std::byte* scratch) const {
     auto* sums = reinterpret_cast<float*>(scratch + piece_bytes_);
-    auto* kept = reinterpret_cast<std::byte*>(sums + tokens * kMostBlocks * 16);
+    auto* kept = reinterpret_cast<std::byte*>(sums + tokens * kMaxBlocks * 16);
     std::byte* const runs = kept + (kKeeps ? tokens * g_.k_pad / 4 * kFourBytes : 0);
     const Panel panel{row, tokens, scratch, sums, kept, reinterpret_cast<Run*>(runs)};
     const int64_t tile = tokens <= kDirect ? kDirect : tile_tokens();
@@ -231,12 +231,12 @@ class GemmA8 {
   // acc += the dots of the next `lines` lines of each block, where step(sums) adds those of `at_once`.
   template <int at_once, int M, int N, class Step>
   static ENGINEWRIGHT_INLINE void sum_in_pairs(int64_t lines, I (&acc)[M][N], const Step& step) {
-    constexpr int64_t most = pair_lines();
+    constexpr int64_t max_lines = pair_lines();
     Pairs pairs[M][N];
-    for (; lines >= most; lines -= most) {
+    for (; lines >= max_lines; lines -= max_lines) {
       each<M, N>([&](int m, int n) { pairs[m][n] = S::no_pairs(); });
       ENGINEWRIGHT_UNROLL
-      for (int i = 0; i < most; i += at_once) step(pairs);
+      for (int i = 0; i < max_lines; i += at_once) step(pairs);
       each<M, N>([&](int m, int n) { acc[m][n] = S::add_pairs(acc[m][n], pairs[m][n]); });
     }
     if (lines == 0) return;

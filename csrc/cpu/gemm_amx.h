@@ -253,10 +253,10 @@ void amx_strips(const GemmOperands& g, int64_t tokens, Range mine, std::byte* sc
   const AmxCut cut(g, Product::kBytes);
   const Finish<Avx512> finish(g);
   const bool single = tokens <= kPanel;
-  const int64_t most = single ? 2 / g.unit_blocks : cut.strip_units;
-  for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
+  const int64_t max_units = single ? 2 / g.unit_blocks : cut.strip_units;
+  for (int64_t unit = mine.begin; unit < mine.end; unit += max_units) {
     const int64_t left = mine.end - unit, block = unit * g.unit_blocks,
-                  blocks = (left < most ? left : most) * g.unit_blocks;
+                  blocks = (left < max_units ? left : max_units) * g.unit_blocks;
     if (single) {
       AmxStrip<decltype(one(block))>(g, finish, one(block), block, blocks)
           .pass({0, tokens, nullptr}, g.k_pad);
@@ -289,7 +289,9 @@ void few_tokens(const GemmOperands& g, int64_t tokens, Range mine, std::byte* sc
 
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-inline int64_t few_tokens_bytes(const GemmOperands& g) { return FewTokens<Bf16Floats>::kMost * g.k_pad * 4; }
+inline int64_t few_tokens_bytes(const GemmOperands& g) {
+  return FewTokens<Bf16Floats>::kMaxTokens * g.k_pad * 4;
+}
 
 class GemmBf16Amx {
  public:
@@ -304,7 +306,7 @@ class GemmBf16Amx {
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
-    if (tokens <= FewTokens<Bf16Floats>::kMost) return few_tokens<Bf16Floats>(g_, tokens, mine, scratch);
+    if (tokens <= FewTokens<Bf16Floats>::kMaxTokens) return few_tokens<Bf16Floats>(g_, tokens, mine, scratch);
     amx_stored<Bf16Product>(g_, tokens, mine, scratch);
   }
 
@@ -329,7 +331,7 @@ class Gemm8A16Amx {
 
   void run(int64_t tokens, Range mine, std::byte* scratch) const {
     const FlushDenormals flush;
-    if (tokens <= FewTokens<Floats>::kMost) return few_tokens<Floats>(g_, tokens, mine, scratch);
+    if (tokens <= FewTokens<Floats>::kMaxTokens) return few_tokens<Floats>(g_, tokens, mine, scratch);
     std::byte* const expanded = scratch + AmxCut(g_, Bf16Product::kBytes).sums_bytes();
     const auto one = [&](int64_t block) { return Expanded{g_.block(block), g_.block_bytes, expanded}; };
     const auto many = [&](int64_t block, int64_t blocks) {

@@ -42,9 +42,9 @@ class GemmA8Amx {
     std::byte* const expanded = scratch + kSumsBytes + scales_bytes();
     const bool single = tokens <= kPanel;
     Panel panel = panel_at(0, tokens, scales, sums);
-    const int64_t most = single ? 2 / g_.unit_blocks : strip_units();  // for one panel, L1 will do
-    for (int64_t unit = mine.begin; unit < mine.end; unit += most) {
-      const int64_t units = mine.end - unit < most ? mine.end - unit : most;
+    const int64_t max_units = single ? 2 / g_.unit_blocks : strip_units();  // for one panel, L1 will do
+    for (int64_t unit = mine.begin; unit < mine.end; unit += max_units) {
+      const int64_t units = mine.end - unit < max_units ? mine.end - unit : max_units;
       const int64_t first = unit * g_.unit_blocks, blocks = units * g_.unit_blocks;
       if constexpr (kExpands) {
         for (int64_t n = 0; n < blocks; ++n) expand(first + n, expanded + n * 16 * g_.k_pad);

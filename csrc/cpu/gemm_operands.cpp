@@ -8,7 +8,7 @@ namespace enginewright {
 
 namespace {
 
-constexpr int64_t kMostK = int64_t{1} << 17;  // 127 * 127 * 2^17 < 2^31; of 4 bits, 24 * 127 * 2^17
+constexpr int64_t kMaxK = int64_t{1} << 17;  // 127 * 127 * 2^17 < 2^31; of 4 bits, 24 * 127 * 2^17
 
 Epilogue epilogue_of(const Attributes& attributes) {
   const std::string name = text(attributes, "epilogue");
@@ -92,7 +92,7 @@ void GemmOperands::bind_integers(const Operands& operands, const Attributes& att
                   {"epilogue", "group"});
   }
   bind_groups(attributes, kLongestGroup);
-  require(k_pad <= kMostK, "'weight' has more columns than sums in int32 allow");
+  require(k_pad <= kMaxK, "'weight' has more columns than sums in int32 allow");
   const Operand& factors = matrix(operands, "x_scale", DType::f32);
   require_same_rows(operand(operands, "x"), factors);
   require_columns(factors, groups);

@@ -65,9 +65,9 @@ struct E4m3Floats {
 template <class Floats>
 class FewTokens {
  public:
-  static constexpr int64_t kMost = 2;  // tokens; with more, tiles are faster
+  static constexpr int64_t kMaxTokens = 2;  // with more, tiles are faster
 
-  // x: scratch of kMost * k_pad floats.
+  // x: scratch of kMaxTokens * k_pad floats.
   FewTokens(const GemmOperands& g, int64_t tokens, float* x) : g_(g), finish_(g), tokens_(tokens), x_(x) {
     for (int64_t m = 0; m < tokens; ++m) {
       const uint16_t* row = g.x.as<const uint16_t>() + m * g.x.stride;

@@ -29,19 +29,19 @@ namespace enginewright {
 
 // The sizes that every step has, by their positions (enginewright/plan.py: COMMON_DIMS). A plan may have
 // others after them: a kernel finds these in the rows of its operands.
-constexpr size_t kTokens = 0, kSequences = 1, kLogitRows = 2, kMostDims = 8;
+constexpr size_t kTokens = 0, kSequences = 1, kLogitRows = 2, kMaxDims = 8;
 
 // Sizes of one step, or their limits, by the positions of the plan's dims; 0 after the last one.
-using Sizes = std::array<int64_t, kMostDims>;
+using Sizes = std::array<int64_t, kMaxDims>;
 
 // constant + sum of factor * size.
 struct Linear {
   int64_t constant = 0;
-  std::array<int64_t, kMostDims> factors{};
+  std::array<int64_t, kMaxDims> factors{};
 
   int64_t at(const Sizes& sizes) const {
     int64_t sum = constant;
-    for (size_t dim = 0; dim < kMostDims; ++dim) sum += factors[dim] * sizes[dim];
+    for (size_t dim = 0; dim < kMaxDims; ++dim) sum += factors[dim] * sizes[dim];
     return sum;
   }
   bool operator==(const Linear& o) const { return constant == o.constant && factors == o.factors; }

@@ -96,19 +96,19 @@ template <class S>
 ENGINEWRIGHT_INLINE void quantize_u4(const float* x, int8_t* codes, uint16_t* scale, uint16_t* zero) {
   using F = typename S::F;
   const F a = S::load(x), b = S::load(x + 16), none = S::zero(), tiny = S::set1(0x1p-100f);
-  const F least = S::set1(-S::reduce_max(S::sub(none, S::min(a, b)))),
-          most = S::set1(S::reduce_max(S::max(a, b)));
+  const F minimum = S::set1(-S::reduce_max(S::sub(none, S::min(a, b)))),
+          maximum = S::set1(S::reduce_max(S::max(a, b)));
   const F nan_or_zero = S::set1(S::reduce_add(S::fma(a, none, S::mul(b, none))));
   const auto rounded = [&](F number) {
     uint16_t lanes[16];
     S::store_bf16(lanes, number);
     return S::load_bf16(lanes);
   };
-  const F first = rounded(least), step = rounded(S::div(S::sub(most, least), S::set1(15.0f)));
-  const F least_step = S::max(S::mul(S::abs(first), S::set1(0x1p-14f)), tiny),
-          least_first = S::max(S::mul(step, S::set1(0x1p-10f)), tiny);
-  const F kept_step = S::where_less(step, least_step, none, step),
-          kept_first = S::where_less(S::abs(first), least_first, none, first);
+  const F first = rounded(minimum), step = rounded(S::div(S::sub(maximum, minimum), S::set1(15.0f)));
+  const F min_step = S::max(S::mul(S::abs(first), S::set1(0x1p-14f)), tiny),
+          min_first = S::max(S::mul(step, S::set1(0x1p-10f)), tiny);
+  const F kept_step = S::where_less(step, min_step, none, step),
+          kept_first = S::where_less(S::abs(first), min_first, none, first);
   const F inverse = S::where_less(none, kept_step, S::div(S::set1(1.0f), kept_step), none);
   const auto put = [&](F numbers, int8_t* to) {
     const F code = S::mul(S::sub(numbers, kept_first), inverse);

@@ -15,7 +15,7 @@
 namespace enginewright {
 
 namespace {
-constexpr int64_t kMostBytes = int64_t{1} << 62;
+constexpr int64_t kMaxBytes = int64_t{1} << 62;
 }
 
 Memory::Memory(int64_t bytes) : bytes_(bytes) {
@@ -43,9 +43,9 @@ int64_t l1_bytes() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
   static const int64_t said =
       sysconf(_SC_LEVEL1_DCACHE_SIZE);  // which asks the CPU, slowly in a virtual machine
-  if (said > kLeastL1Bytes) return said;
+  if (said > kMinL1Bytes) return said;
 #endif
-  return kLeastL1Bytes;
+  return kMinL1Bytes;
 }
 
 bool reads_one_stream() {
@@ -66,12 +66,12 @@ bool reads_one_stream() {
 }
 
 int64_t checked_mul(int64_t a, int64_t b) {
-  if (a < 0 || b < 0 || (b != 0 && a > kMostBytes / b)) throw std::invalid_argument("a size overflows");
+  if (a < 0 || b < 0 || (b != 0 && a > kMaxBytes / b)) throw std::invalid_argument("a size overflows");
   return a * b;
 }
 
 int64_t checked_add(int64_t a, int64_t b) {
-  if (a < 0 || b < 0 || a > kMostBytes - b) throw std::invalid_argument("a size overflows");
+  if (a < 0 || b < 0 || a > kMaxBytes - b) throw std::invalid_argument("a size overflows");
   return a + b;
 }
 

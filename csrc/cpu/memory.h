@@ -23,8 +23,8 @@ class Memory {
   int64_t bytes_ = 0;
 };
 
-// Of a core's first cache of data: what the system says, at least kLeastL1Bytes.
-constexpr int64_t kLeastL1Bytes = 32 << 10;
+// Of a core's first cache of data: what the system says, at least kMinL1Bytes.
+constexpr int64_t kMinL1Bytes = 32 << 10;
 int64_t l1_bytes();
 // Whether a core reads memory faster in one stream than in several at once.
 bool reads_one_stream();

@@ -20,7 +20,7 @@ using Numbers = std::vector<int64_t>;
 
 // By the positions of the plan's dims.
 Sizes sizes_of(const Numbers& numbers) {
-  require(numbers.size() <= kMostDims, "a plan has no more than " + std::to_string(kMostDims) + " dims");
+  require(numbers.size() <= kMaxDims, "a plan has no more than " + std::to_string(kMaxDims) + " dims");
   Sizes sizes{};
   std::copy(numbers.begin(), numbers.end(), sizes.begin());
   return sizes;

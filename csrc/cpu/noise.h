@@ -55,7 +55,7 @@ inline float exponential(uint32_t bits) {
 
 constexpr int32_t kNoiseGroup = 64;  // tokens
 
-struct LeastNoise {  // of a group
+struct MinNoise {  // of a group
   float value;
   int32_t token;
 };
@@ -67,13 +67,13 @@ class Noise {
       : key_{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
         counter_{static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), choice, 0} {}
 
-  LeastNoise least(int32_t group) const {
+  MinNoise minimum(int32_t group) const {
     const uint32_t bits = word(0x80000000u | static_cast<uint32_t>(group));  // no token has this number
     return {exponential(bits) / kNoiseGroup, group * kNoiseGroup + static_cast<int32_t>(bits % kNoiseGroup)};
   }
-  float of(int32_t token, LeastNoise least) const {
-    if (token == least.token) return least.value;
-    return least.value + exponential(word(static_cast<uint32_t>(token)));
+  float of(int32_t token, MinNoise minimum) const {
+    if (token == minimum.token) return minimum.value;
+    return minimum.value + exponential(word(static_cast<uint32_t>(token)));
   }
 
  private:

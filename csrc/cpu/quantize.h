@@ -38,23 +38,24 @@ template <class S, class Code = I8, class Row>
 ENGINEWRIGHT_INLINE float quantize_run(const Row& x, int64_t begin, int64_t end,
                                        typename Code::Element* codes, const float* given = nullptr) {
   using F = typename S::F;
-  F most[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
+  F maxima[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
   F lost[4] = {S::zero(), S::zero(), S::zero(), S::zero()};  // NaN where x is not finite
   int64_t i = begin;
   for (; i + 64 <= end; i += 64) {
     for (int j = 0; j < 4; ++j) {
       const F v = x.at(i + 16 * j);
-      most[j] = S::max(most[j], S::abs(v));
+      maxima[j] = S::max(maxima[j], S::abs(v));
       lost[j] = S::fma(v, S::zero(), lost[j]);
     }
   }
   for (; i < end; i += 16) {
     const F v = end - i < 16 ? x.first(i, end - i) : x.at(i);
-    most[0] = S::max(most[0], S::abs(v));
+    maxima[0] = S::max(maxima[0], S::abs(v));
     lost[0] = S::fma(v, S::zero(), lost[0]);
   }
   const float largest =
-      given != nullptr ? *given : S::reduce_max(S::max(S::max(most[0], most[1]), S::max(most[2], most[3])));
+      given != nullptr ? *given
+                       : S::reduce_max(S::max(S::max(maxima[0], maxima[1]), S::max(maxima[2], maxima[3])));
   const float nan_or_zero = S::reduce_add(S::add(S::add(lost[0], lost[1]), S::add(lost[2], lost[3])));
   const bool zero = largest < Code::kTiny;
   const F factor = S::set1(zero ? 0.0f : Code::kLargest / largest);

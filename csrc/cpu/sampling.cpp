@@ -136,8 +136,8 @@ ENGINEWRIGHT_CLONES void cut(float* weights, int64_t n, Floor floor, double* blo
     for (int64_t i = after; equal_too && i < kBlock; ++i) {
       if (block[i] == floor.weight) block[i] = 0.0f;
     }
-    const float least = equal_too ? floor.weight : more;
-    for (int64_t i = 0; i < kBlock; ++i) block[i] = block[i] >= least ? block[i] : 0.0f;
+    const float minimum = equal_too ? floor.weight : more;
+    for (int64_t i = 0; i < kBlock; ++i) block[i] = block[i] >= minimum ? block[i] : 0.0f;
     block_mass[start / kBlock] = mass_of_block(block);
   }
 }
@@ -152,18 +152,18 @@ double sum(const std::vector<double>& values) {
 // bound of the k-th largest value, so few values other than those k are looked at.
 template <class Order>
 void select_largest(const float* x, int64_t n, int64_t k, SamplingScratch& scratch, Order order) {
-  float least = kMinusInfinity;
+  float minimum = kMinusInfinity;
   if (k <= static_cast<int64_t>(scratch.block_max.size())) {
     scratch.bound = scratch.block_max;
     std::nth_element(scratch.bound.begin(), scratch.bound.begin() + (k - 1), scratch.bound.end(),
                      std::greater<>());
-    least = scratch.bound[k - 1];
+    minimum = scratch.bound[k - 1];
   }
   scratch.ids.clear();
   for (int64_t start = 0; start < n; start += kBlock) {
-    if (scratch.block_max[start / kBlock] < least) continue;
+    if (scratch.block_max[start / kBlock] < minimum) continue;
     for (int64_t i = start; i < std::min(start + kBlock, n); ++i) {
-      if (x[i] >= least) scratch.ids.push_back(static_cast<int32_t>(i));
+      if (x[i] >= minimum) scratch.ids.push_back(static_cast<int32_t>(i));
     }
   }
   std::nth_element(scratch.ids.begin(), scratch.ids.begin() + (k - 1), scratch.ids.end(), order);
@@ -229,13 +229,13 @@ class Race {
   bool may_win(int32_t group, float weight) {
     if (group != group_) {
       group_ = group;
-      least_ = noise_.least(group);
+      min_noise_ = noise_.minimum(group);
     }
-    return weight >= best_ * least_.value * 0.999999f;
+    return weight >= best_ * min_noise_.value * 0.999999f;
   }
   void enter(int32_t token, float weight) {
     if (weight == 0.0f || !may_win(token / kNoiseGroup, weight)) return;
-    const float score = weight / noise_.of(token, least_);
+    const float score = weight / noise_.of(token, min_noise_);
     if (score < best_ || (score == best_ && token > winner_)) return;
     best_ = score;
     winner_ = token;
@@ -245,7 +245,7 @@ class Race {
  private:
   const Noise noise_;
   int32_t group_ = -1, winner_ = 0;
-  LeastNoise least_{};
+  MinNoise min_noise_{};
   float best_ = 0;
 };
 

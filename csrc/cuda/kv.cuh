@@ -121,10 +121,10 @@ struct KvHead {
     auto rounded = [](float number) { return to_float(from_float<bf16>(number)); };
     for (int pair = 0; pair < PAIRS; ++pair) {
       float a = x[pair][0], b = x[pair][1];
-      float least = over_group(fminf(a, b), [](float y, float z) { return fminf(y, z); });
-      float most = over_group(fmaxf(a, b), [](float y, float z) { return fmaxf(y, z); });
+      float minimum = over_group(fminf(a, b), [](float y, float z) { return fminf(y, z); });
+      float maximum = over_group(fmaxf(a, b), [](float y, float z) { return fmaxf(y, z); });
       float nan_or_zero = over_group(a * 0.0f + b * 0.0f, [](float y, float z) { return y + z; });
-      float zero = rounded(least), scale = rounded(divide(most - least, 15.0f)), size = absolute(zero);
+      float zero = rounded(minimum), scale = rounded(divide(maximum - minimum, 15.0f)), size = absolute(zero);
       bool no_scale = scale < fmaxf(size * 0x1p-14f, TINY), no_zero = size < fmaxf(scale * 0x1p-10f, TINY);
       if (no_scale) scale = 0.0f;
       if (no_zero) zero = 0.0f;

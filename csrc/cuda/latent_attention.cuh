@@ -170,7 +170,7 @@ struct Latent {
   // Eight lanes a row, which have four positions each of a tile.
   struct Softmax {
     int row, begin;  // begin: the lane's first position in a tile
-    float most = -INF, sum = 0.0f, total_most = -INF, total_sum = 0.0f;
+    float row_max = -INF, sum = 0.0f, total_max = -INF, total_sum = 0.0f;
     DEVICE Softmax() : row(thread_index() / 8), begin(thread_index() % 8 * 4) {}
 
     template <class Operation>
@@ -181,7 +181,7 @@ struct Latent {
 
     // seen: positions of the tile that the row sees. ends_split: the tile is the last one of a split.
     DEVICE void take(const Shared& shared, int seen, bool ends_split) {
-      float s[4] = {}, tile_most = -INF;
+      float s[4] = {}, tile_max = -INF;
       UNROLL
       for (int quarter = 0; quarter < QUARTERS; ++quarter) {
         Words4 words = load16(shared.scores + (quarter * LATENT_ROWS + row) * SCORE_STRIDE + begin);
@@ -190,12 +190,12 @@ struct Latent {
       }
       for (int i = 0; i < 4; ++i) {
         if (begin + i >= seen) s[i] = -INF;
-        tile_most = fmaxf(tile_most, s[i]);
+        tile_max = fmaxf(tile_max, s[i]);
       }
-      tile_most = over_row(tile_most, [](float a, float b) { return fmaxf(a, b); });
-      Fold fold = fold_of(most, tile_most * FACTOR);
-      most = fold.maximum;
-      float from = most == -INF ? 0.0f : most;
+      tile_max = over_row(tile_max, [](float a, float b) { return fmaxf(a, b); });
+      Fold fold = fold_of(row_max, tile_max * FACTOR);
+      row_max = fold.maximum;
+      float from = row_max == -INF ? 0.0f : row_max;
       uint32_t pairs[2];
       for (int i = 0; i < 2; ++i)
         pairs[i] =
@@ -207,10 +207,10 @@ struct Latent {
                                                                                                    pairs[1]};
       if (begin == 0) shared.grow[row] = fold.keep;
       if (!ends_split) return;
-      Fold total = fold_of(total_most, most);
-      total_most = total.maximum;
+      Fold total = fold_of(total_max, row_max);
+      total_max = total.maximum;
       total_sum = folded(total_sum, sum, total);
-      most = -INF;
+      row_max = -INF;
       sum = 0.0f;
       if (begin == 0) {
         shared.keep[row] = total.keep;
@@ -372,7 +372,7 @@ latent_attention(const Sizes* sizes, const bf16* q, const unsigned char* plane, 
         *reinterpret_cast<Words2*>(to.o + row * L::COLUMNS + column) = {bits_of_float(x), bits_of_float(y)};
       });
       if (softmax.begin == 0) {
-        to.maxima[softmax.row] = softmax.total_most;
+        to.maxima[softmax.row] = softmax.total_max;
         to.sums[softmax.row] = softmax.total_sum;
       }
     } else {
@@ -409,9 +409,9 @@ latent_combine(const Sizes* sizes, const int32_t* query_start, const int32_t* kv
     for (int i = thread_index(); i < LATENT_COMBINED_ROWS * QUADS; i += LATENT_THREADS) {
       int row = index * LATENT_COMBINED_ROWS + i / QUADS, column = i % QUADS * 4;
       if (row >= rows) break;
-      float o[4], most, sum;
+      float o[4], row_max, sum;
       L::partial_of(partials, slot, row / LATENT_ROWS)
-          .fold(o, most, sum, S.partial_stride, splits_of(found), row % LATENT_ROWS, column);
+          .fold(o, row_max, sum, S.partial_stride, splits_of(found), row % LATENT_ROWS, column);
       float inverse = divide(1.0f, sum);
       auto* to = L::out_of(out, sequence, row);
       for (int c = 0; c < 4; c += 2) L::write(to, column + c, o[c] * inverse, o[c + 1] * inverse);

@@ -48,7 +48,7 @@ COLD uint32_t philox(uint64_t seed, uint32_t choice, uint64_t position, uint32_t
   return counter[0];
 }
 
-struct LeastNoise {  // of a group
+struct MinNoise {  // of a group
   float value;
   int32_t token;
 };
@@ -58,14 +58,14 @@ struct Noise {
   uint32_t choice;
 
   DEVICE uint32_t word(uint32_t number) const { return philox(seed, choice, position, number); }
-  DEVICE LeastNoise least(int group) const {
+  DEVICE MinNoise minimum(int group) const {
     uint32_t bits = word(0x80000000u | static_cast<uint32_t>(group));
     return {exponential(bits) * (1.0f / NOISE_GROUP),
             group * NOISE_GROUP + static_cast<int32_t>(bits % NOISE_GROUP)};
   }
-  DEVICE float of(int32_t token, LeastNoise least) const {
-    if (token == least.token) return least.value;
-    return least.value + exponential(word(static_cast<uint32_t>(token)));
+  DEVICE float of(int32_t token, MinNoise minimum) const {
+    if (token == minimum.token) return minimum.value;
+    return minimum.value + exponential(word(static_cast<uint32_t>(token)));
   }
 };
 

@@ -323,23 +323,23 @@ struct Attention {
   }
 
   template <int N>
-  static DEVICE void maxima(float (&most)[2], const float (&s)[N][4]) {
+  static DEVICE void maxima(float (&row_max)[2], const float (&s)[N][4]) {
     for (int row = 0; row < 2; ++row) {
-      most[row] = -INF;
+      row_max[row] = -INF;
       UNROLL
-      for (int n = 0; n < N; ++n) most[row] = fmaxf(most[row], fmaxf(s[n][2 * row], s[n][2 * row + 1]));
-      most[row] = over_columns(most[row], [](float a, float b) { return fmaxf(a, b); });
+      for (int n = 0; n < N; ++n) row_max[row] = fmaxf(row_max[row], fmaxf(s[n][2 * row], s[n][2 * row + 1]));
+      row_max[row] = over_columns(row_max[row], [](float a, float b) { return fmaxf(a, b); });
     }
   }
 
   // warp: fragments A of p from the scores of whole quarters, times the values' scales, if they have any.
-  // sums: of p. most: the largest scores of the split.
+  // sums: of p. row_max: the largest scores of the split.
   template <int N>
   static DEVICE void weigh(uint32_t (&p)[N / 2][4], float (&sums)[2], const float (&s)[N][4],
-                           const float (&most)[2], const float* scales) {
+                           const float (&row_max)[2], const float* scales) {
     float from[2];
     for (int i = 0; i < 2; ++i) {
-      from[i] = most[i] == -INF ? 0.0f : most[i] * FACTOR;
+      from[i] = row_max[i] == -INF ? 0.0f : row_max[i] * FACTOR;
       sums[i] = 0.0f;
     }
     UNROLL
@@ -410,12 +410,13 @@ struct Attention {
 
   using Out = stored_t<S.out_type>;
 
-  // What a row's o is multiplied by when all its splits are folded: 1 / sum, where `most` is the largest s *
-  // log2(e), and the head's sink is in the sum.
-  static DEVICE float inverse_of(float sum, [[maybe_unused]] float most, [[maybe_unused]] const float* sinks,
-                                 [[maybe_unused]] int kv_head, [[maybe_unused]] int row) {
+  // What a row's o is multiplied by when all its splits are folded: 1 / sum, where `row_max` is the largest s
+  // * log2(e), and the head's sink is in the sum.
+  static DEVICE float inverse_of(float sum, [[maybe_unused]] float row_max,
+                                 [[maybe_unused]] const float* sinks, [[maybe_unused]] int kv_head,
+                                 [[maybe_unused]] int row) {
     if constexpr (S.sinks) {
-      Fold fold = fold_of(most, sinks[kv_head * GROUP + row % GROUP] * LOG2E);
+      Fold fold = fold_of(row_max, sinks[kv_head * GROUP + row % GROUP] * LOG2E);
       return divide(fold.keep, fma(sum, fold.keep, fold.take));
     } else {
       return divide(1.0f, sum);

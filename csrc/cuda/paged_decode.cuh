@@ -43,7 +43,7 @@ struct Decode : Attention<S> {
 
   // A fold of splits: columns 16 (warp + 4 j) ..., and maxima and sums, which all warps have.
   struct Total {
-    float o[OWN_GROUPS][2][4] = {}, most[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
+    float o[OWN_GROUPS][2][4] = {}, row_max[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
   };
 
   // What a sequence's splits give, apart.
@@ -82,20 +82,20 @@ struct Decode : Attention<S> {
       int begin = split * SPLIT + own;
       bool whole = span.all_see(begin, begin + A::QUARTER);
       block = split < last ? A::block_of(sequence, split + 1, span) : 0;
-      float s[TILES][4], most[2], sums[2];
+      float s[TILES][4], row_max[2], sums[2];
       copy.end_keys(shared);
       sync_warp();  // the warp's keys are there
       A::multiply_keys(s, [&](int i) { return queries[i]; }, shared.keys, own);
       A::adjust(s, rows, begin, whole, shared.key_scales + own);
-      A::maxima(most, s);
+      A::maxima(row_max, s);
       for (int i = 0; i < 2; ++i)
-        if (lane() % 4 == 0) exchange.maxima[warp() * TILE_ROWS + row + 8 * i] = most[i];
+        if (lane() % 4 == 0) exchange.maxima[warp() * TILE_ROWS + row + 8 * i] = row_max[i];
       sync_threads();  // everybody's maxima
       for (int i = 0; i < 2; ++i)
         for (int w = 0; w < ATTENTION_WARPS; ++w)
-          most[i] = fmaxf(most[i], exchange.maxima[w * TILE_ROWS + row + 8 * i]);
+          row_max[i] = fmaxf(row_max[i], exchange.maxima[w * TILE_ROWS + row + 8 * i]);
       uint32_t p[TILES / 2][4];
-      A::weigh(p, sums, s, most, shared.value_scales + own);
+      A::weigh(p, sums, s, row_max, shared.value_scales + own);
       for (int i = 0; i < 2; ++i)
         if (lane() % 4 == 0) exchange.sums[warp() * TILE_ROWS + row + 8 * i] = sums[i];
       for (int step = 0; step < TILES / 2; ++step)
@@ -110,8 +110,8 @@ struct Decode : Attention<S> {
       for (int i = 0; i < 2; ++i) {
         float sum = 0.0f;
         for (int w = 0; w < ATTENTION_WARPS; ++w) sum += exchange.sums[w * TILE_ROWS + row + 8 * i];
-        folds[i] = fold_of(total.most[i], most[i] * A::FACTOR);
-        total.most[i] = folds[i].maximum;
+        folds[i] = fold_of(total.row_max[i], row_max[i] * A::FACTOR);
+        total.row_max[i] = folds[i].maximum;
         total.sums[i] = folded(total.sums[i], sum, folds[i]);
       }
       auto weights = [&](uint32_t (&a)[4], int step) {
@@ -148,7 +148,7 @@ struct Decode : Attention<S> {
     });
     for (int i = 0; i < 2; ++i)
       if (int row = lane() / 4 + 8 * i; warp() == 0 && lane() % 4 == 0 && row < rows) {
-        to.maxima[row] = total.most[i];
+        to.maxima[row] = total.row_max[i];
         to.sums[row] = total.sums[i];
       }
   }
@@ -172,9 +172,10 @@ struct Decode : Attention<S> {
                              const Sequence& sequence, int kv_head, int row_tile, int rows) {
     for (int i = thread_index(); i < rows * (DIM / 4); i += ATTENTION_THREADS) {
       int row = i / (DIM / 4), column = i % (DIM / 4) * 4;
-      float o[4], most, sum;
-      partial_of(partials, slot, kv_head, row_tile).fold(o, most, sum, S.partial_stride, count, row, column);
-      float inverse = A::inverse_of(sum, most, sinks, kv_head, row_tile * TILE_ROWS + row);
+      float o[4], row_max, sum;
+      partial_of(partials, slot, kv_head, row_tile)
+          .fold(o, row_max, sum, S.partial_stride, count, row, column);
+      float inverse = A::inverse_of(sum, row_max, sinks, kv_head, row_tile * TILE_ROWS + row);
       for (int c = 0; c < 4; c += 2)
         A::write(out, sequence, kv_head, row_tile * TILE_ROWS + row, column + c, o[c] * inverse,
                  o[c + 1] * inverse);
@@ -219,7 +220,7 @@ paged_decode(const Sizes* sizes, const bf16* q, const unsigned char* keys, const
       float inverse[2];
       for (int i = 0; i < 2; ++i)
         inverse[i] =
-            D::inverse_of(total.sums[i], total.most[i], sinks, kv_head, first_row + lane() / 4 + 8 * i);
+            D::inverse_of(total.sums[i], total.row_max[i], sinks, kv_head, first_row + lane() / 4 + 8 * i);
       D::for_pairs(total, rows, [&](int row, int i, int column, float x, float y) {
         D::write(out, sequence, kv_head, first_row + row, column, x * inverse[i], y * inverse[i]);
       });

@@ -54,7 +54,7 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
     return A::queries(q, sequence, kv_head, rows, i);
   };
   auto own_span = rows.span();
-  float o[A::COLUMN_GROUPS][2][4] = {}, most[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
+  float o[A::COLUMN_GROUPS][2][4] = {}, row_max[2] = {-INF, -INF}, sums[2] = {0.0f, 0.0f};
 
   for (; split <= last; ++split) {
     int begin = split * A::SPLIT, end = begin + A::SPLIT;
@@ -77,8 +77,8 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
     if (sees) {
       Fold folds[2];
       for (int i = 0; i < 2; ++i) {
-        folds[i] = fold_of(most[i], of_split[i] * A::FACTOR);
-        most[i] = folds[i].maximum;
+        folds[i] = fold_of(row_max[i], of_split[i] * A::FACTOR);
+        row_max[i] = folds[i].maximum;
         sums[i] = folded(sums[i], sum[i], folds[i]);
       }
       auto weights = [&](uint32_t (&a)[4], int i) {
@@ -104,7 +104,7 @@ paged_prefill(const Sizes* sizes, const bf16* q, const unsigned char* keys, cons
   UNROLL
   for (int i = 0; i < 2; ++i)
     if (int row = own + lane() / 4 + 8 * i; row < end) {
-      float inverse = A::inverse_of(sums[i], most[i], sinks, kv_head, row);
+      float inverse = A::inverse_of(sums[i], row_max[i], sinks, kv_head, row);
       UNROLL
       for (int group = 0; group < A::COLUMN_GROUPS; ++group)
         A::for_pairs(o[group], group, i, [&](int column, float x, float y) {

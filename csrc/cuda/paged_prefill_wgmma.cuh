@@ -120,7 +120,7 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
   const typename A::Rows rows(sequence, own);
   const auto own_span = rows.span();
   uint32_t queries[A::STEPS][4], p[W::POSITIONS / 16][4];
-  float s[W::POSITIONS / 8][4], o[A::DIM / 8][4] = {}, most[2] = {-INF, -INF}, sums[2] = {};
+  float s[W::POSITIONS / 8][4], o[A::DIM / 8][4] = {}, row_max[2] = {-INF, -INF}, sums[2] = {};
   copy(0);
   copy(1);
   UNROLL
@@ -145,10 +145,10 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
     float keep[2];
     UNROLL
     for (int row = 0; row < 2; ++row) {
-      Fold fold = fold_of(most[row], of_tile[row] * A::FACTOR);
+      Fold fold = fold_of(row_max[row], of_tile[row] * A::FACTOR);
       float from = fold.maximum == -INF ? 0.0f : fold.maximum, sum = 0.0f;
       keep[row] = fold.keep;
-      most[row] = fold.maximum;
+      row_max[row] = fold.maximum;
       UNROLL
       for (auto& four : s)
         for (int j = 2 * row; j < 2 * row + 2; ++j)
@@ -189,7 +189,7 @@ paged_prefill_wgmma(const Sizes* sizes, const bf16* q, const unsigned char* keys
   for (int row = 0; row < 2; ++row) {
     float sum = A::over_columns(sums[row], [](float a, float b) { return a + b; });
     if (int at = own + lane() / 4 + 8 * row; at < end) {
-      float inverse = A::inverse_of(sum, most[row], sinks, kv_head, at);
+      float inverse = A::inverse_of(sum, row_max[row], sinks, kv_head, at);
       UNROLL
       for (int j = 0; j < A::DIM / 8; ++j)
         A::write(out, sequence, kv_head, at, 8 * j + 2 * (lane() % 4), o[j][2 * row] * inverse,

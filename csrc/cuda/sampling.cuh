@@ -181,7 +181,7 @@ COLD Floor bound_of(SelectMemory<S.threads>& m, uint32_t mine, int k) {
 struct Race {
   Noise noise;
   int group = -1;
-  LeastNoise least = {};
+  MinNoise minimum = {};
   float best = 0;
   uint32_t winner = 0;
 
@@ -189,10 +189,10 @@ struct Race {
     if (weight == 0.0f) return;
     if (token / NOISE_GROUP != group) {
       group = token / NOISE_GROUP;
-      least = noise.least(group);
+      minimum = noise.minimum(group);
     }
-    if (weight < best * least.value * 0.999999f) return;  // rounding adds less than a millionth
-    float score = divide(weight, noise.of(token, least));
+    if (weight < best * minimum.value * 0.999999f) return;  // rounding adds less than a millionth
+    float score = divide(weight, noise.of(token, minimum));
     if (score < best || (score == best && static_cast<uint32_t>(token) > winner)) return;
     best = score;
     winner = static_cast<uint32_t>(token);
@@ -264,9 +264,9 @@ DEVICE int sample(SamplingMemory<S.threads>& m, const SamplingRow& row, Row<S> l
       kept = count > k ? top_of<S>(m.select, list, k) : KEEP_ALL;
     } else {
       // Logits under the bound may weigh the same, and are not in the list: it has to do without these.
-      float least = weight(float_of_key(bound.key)) * 1.000001f;
+      float minimum = weight(float_of_key(bound.key)) * 1.000001f;
       uint64_t mass = 0;
-      list.each([&](int, float x) { mass += weight(x) > least ? mass_of(weight(x)) : 0; });
+      list.each([&](int, float x) { mass += weight(x) > minimum ? mass_of(weight(x)) : 0; });
       enough = combined(m.select, mass, Sum()) >= share_of(whole, row.top_p);
     }
     if (enough) return draw<S>(m.select, row, list, kept, max, whole, 0);

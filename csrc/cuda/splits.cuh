@@ -27,16 +27,16 @@ struct Partial {
   explicit DEVICE Partial(float* at) : o(at), maxima(o + ROWS * COLUMNS), sums(maxima + ROWS) {}
 
   // Four columns of a row, of `count` splits in ascending order, the next one's `stride` floats after this.
-  DEVICE void fold(float (&to)[4], float& most, float& sum, int64_t stride, int count, int row,
+  DEVICE void fold(float (&to)[4], float& row_max, float& sum, int64_t stride, int count, int row,
                    int column) const {
     for (float& x : to) x = 0.0f;
-    most = -INF;
+    row_max = -INF;
     sum = 0.0f;
     UNROLL_BY(4)  // results that are read at once
     for (int j = 0; j < count; ++j) {
       Words4 words = load16(o + j * stride + row * COLUMNS + column);
-      Fold fold = fold_of(most, maxima[j * stride + row]);
-      most = fold.maximum;
+      Fold fold = fold_of(row_max, maxima[j * stride + row]);
+      row_max = fold.maximum;
       sum = folded(sum, sums[j * stride + row], fold);
       uint32_t bits[4] = {words.x, words.y, words.z, words.w};
       for (int c = 0; c < 4; ++c) to[c] = folded(to[c], float_of_bits(bits[c]), fold);

@@ -44,7 +44,7 @@ def _priority(values: list[bytes]) -> int:
 
 def class_name(priority: int) -> str:
     """The name in CLASSES that a priority belongs to; one that is more urgent than interactive is interactive, too."""
-    return next((name for name, least in reversed(CLASSES.items()) if priority >= least), "interactive")
+    return next((name for name, minimum in reversed(CLASSES.items()) if priority >= minimum), "interactive")
 
 
 def check_timeout(seconds: float | None) -> None:
