@@ -11,6 +11,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*) -->\n+)?^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+SERVER = re.compile(r"(?:\w+=(?:\"[^\"]*\"|\S+) )*engine (?:run|route) ")  # start of a command that runs until a signal
 MARK = re.compile(r"(not run|run with): (\S.*)")
 
 

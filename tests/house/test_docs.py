@@ -17,7 +17,7 @@ import pytest
 
 from enginewright.builder.model_list import families, wrappers
 from enginewright.cli import main
-from tests.helpers.documents import PAGES, ROOT, blocks, prose
+from tests.helpers.documents import PAGES, ROOT, SERVER, blocks, prose
 
 LANGUAGES = {"sh", "python", "json", "toml", "promql", "text", "mermaid", ""}
 # Options of other programs that pages name in the prose.
@@ -76,7 +76,10 @@ def test_a_wrong_command_is_found(line: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_blocks_say_what_they_are_and_why_they_are_not_run(page: Path) -> None:
-    """Indented blocks are not allowed: nothing says what they are."""
+    """Indented blocks are not allowed: nothing says what they are. Servers have blocks of their own."""
+    for block in blocks(page, "sh"):
+        if not block.not_run:
+            assert len({SERVER.match(command) is None for command in block.commands}) <= 1, block.place
     assert [block.place for block in blocks(page) if block.language not in LANGUAGES] == []
     marks = re.findall(r"^<!-- (.*?) -->\n*(.*)", page.read_text(), re.MULTILINE)
     assert [mark for mark, after in marks if not re.match(r"(not run|run with): \w", mark)] == []

@@ -1,7 +1,8 @@
 """Commands and scripts of the README and the documentation, run as they stand there.
 
-Those of a page run in its order, in one folder. A command that starts a server goes on in the background until the next
-one or the end of the page. What is marked with a reason is not run (tests/helpers/documents.py).
+Those of a page run in its order, in one folder. A block that starts servers has no other commands; they go on in the
+background until the next such block or the end of the page. What is marked with a reason is not run
+(tests/helpers/documents.py).
 """
 
 import faulthandler
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +20,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SMOLLM2
-from tests.helpers.documents import PAGES, ROOT, Block, blocks
+from tests.helpers.documents import PAGES, ROOT, SERVER, Block, blocks
 from tests.helpers.serving import free_port
 
 ENGINE = ROOT / ".cache/SmolLM2-135M-Instruct-int8-wo.engine"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-SERVER = re.compile(r"(?:\w+=(?:\"[^\"]*\"|\S+) )*engine run ")
+PORT = re.compile(r"(127\.0\.0\.1:|--port )(\d+)")
+DEFAULT_PORT = "8000"
 START_S, COMMAND_S = 600, 1200
 
 
@@ -53,25 +56,27 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Page:
-    """A page's folder, and the server that runs for it."""
+    """A page's folder, and the servers that run for it."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        self._folder, self._environment, self._port = folder, environment, free_port()
-        self._server: subprocess.Popen[str] | None = None
+        self._folder, self._environment = folder, environment
+        self._ports: defaultdict[str, int] = defaultdict(free_port)  # by the ports that stand in the page
+        self._servers: list[subprocess.Popen[str]] = []
 
     def run(self, block: Block) -> None:
-        """Runs a block, which must succeed. Addresses and servers have a port of this test's."""
+        """Runs a block, which must succeed. Ports of this machine are replaced by free ones."""
         if block.language == "python":
             interpreter = ROOT / ".cache" / block.environment / "bin/python" if block.environment else sys.executable
-            self._run([str(interpreter), "-c", self._at_port(block.text)], block)
-        elif SERVER.match(block.text):
-            (command,) = block.commands
-            self._start(SERVER.sub(lambda found: f"{found[0]}--port {self._port} ", command), block)
+            self._run([str(interpreter), "-c", self._at_free_ports(block.text)], block)
+        elif any(map(SERVER.match, block.commands)):
+            self.stop()
+            for command in block.commands:
+                self._start(command, block)
         else:
-            self._run(["bash", "-euo", "pipefail", "-c", self._at_port(block.text)], block)
+            self._run(["bash", "-euo", "pipefail", "-c", self._at_free_ports(block.text)], block)
 
-    def _at_port(self, text: str) -> str:
-        return text.replace("127.0.0.1:8000", f"127.0.0.1:{self._port}")
+    def _at_free_ports(self, text: str) -> str:
+        return PORT.sub(lambda found: f"{found[1]}{self._ports[found[2]]}", text)
 
     def _run(self, command: list[str], block: Block) -> None:
         done = subprocess.run(
@@ -88,23 +93,33 @@ class Page:
         print(printed)
 
     def _start(self, command: str, block: Block) -> None:
-        self.stop()
-        log = self._folder / "server.log"
+        if "--port " not in command:
+            command = SERVER.sub(lambda found: f"{found[0]}--port {DEFAULT_PORT} ", command)
+        (port,) = {found[2] for found in PORT.finditer(command) if found[1] == "--port "}
+        log = self._log(len(self._servers))
         with log.open("w") as output:
-            self._server = subprocess.Popen(
-                ["bash", "-c", f"exec env {command}"], cwd=self._folder, env=self._environment, stderr=output, text=True
+            server = subprocess.Popen(
+                ["bash", "-c", f"exec env {self._at_free_ports(command)}"],
+                cwd=self._folder,
+                env=self._environment,
+                stderr=output,
+                text=True,
             )
+        self._servers.append(server)
         end = time.monotonic() + START_S
-        while f"127.0.0.1:{self._port}" not in log.read_text():
-            assert self._server.poll() is None and time.monotonic() < end, f"{block.place}:\n{log.read_text()}"
+        while f"at http://127.0.0.1:{self._ports[port]}/" not in log.read_text():
+            assert server.poll() is None and time.monotonic() < end, f"{block.place}:\n{log.read_text()}"
             time.sleep(0.1)
 
+    def _log(self, number: int) -> Path:
+        return self._folder / f"server-{number}.log"
+
     def stop(self) -> None:
-        """Ends the server, which must end well."""
-        if self._server is not None:
-            self._server.terminate()
-            assert self._server.wait(60) == 0, (self._folder / "server.log").read_text()
-            self._server = None
+        """Ends the servers, which must end well."""
+        while self._servers:
+            server = self._servers.pop()
+            server.terminate()
+            assert server.wait(60) == 0, self._log(len(self._servers)).read_text()
 
 
 @contextmanager
