@@ -30,5 +30,5 @@ def test_one_layer_of_doubled_scales_is_named_first(
         build_engine(open_checkpoint(str(smollm2_gguf)), BuildConfig(quant=Int4Rtn()), tmp_path / "x.engine")
     said = str(refused.value)
     assert "layer is " in said and list(tmp_path.iterdir()) == []
-    table = said[said.index("off most") :].splitlines()
+    table = said[said.index("layers with the largest errors") :].splitlines()
     assert table[1].split()[0] == FAULTY
