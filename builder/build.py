@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from enginewright.builder.adapters import merge_recipe
 from enginewright.builder.ahead import begin
 from enginewright.builder.assembly import (
     Assembly,
@@ -142,7 +143,7 @@ def _build(
         hashes = dict(sources.result())
         if draft_sources is not None:
             hashes |= {f"{role}/{file}": value for file, value in draft_sources.result().items()}
-        about = assembly.about(hashes, **(samples.recipe() if samples else {}))
+        about = assembly.about(hashes, **merge_recipe(checkpoint), **(samples.recipe() if samples else {}))
         writer.write_header(about)
         progress.phase("run it once")
         goldens = _goldens(assembly, writer.temporary_path)

@@ -1,8 +1,10 @@
 """`engine build`, `engine rebuild` and `engine export`, with their progress on the terminal."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from enginewright.builder.adapters import open_merged
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine, default_output, with_possible_kv
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.console import ConsoleProgress
@@ -19,6 +21,7 @@ def build_model(
     config: BuildConfig,
     output: Path | None,
     *,
+    adapters: Sequence[str] = (),
     draft: str | None,
     dry_run: bool,
     requires_kv_dtype: bool,
@@ -29,6 +32,7 @@ def build_model(
         model: A folder, a GGUF file, or the name of a model on the Hugging Face hub.
         config: Options of the build.
         output: The engine file to write. None: MODEL-METHOD.engine in the working directory.
+        adapters: Folders of adapters to merge into the model, in the form of --merge.
         draft: The source of draft tokens, in the form of --draft. None: no draft tokens.
         dry_run: Computes a forecast of the build; nothing is downloaded or written.
         requires_kv_dtype: Refuses a model that cannot have the KV cache's dtype in `config`. False: such a model gets
@@ -42,7 +46,7 @@ def build_model(
     """
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
-        checkpoint = open_checkpoint(model, only_cached=dry_run, check_config=check_config)
+        checkpoint = open_merged(open_checkpoint(model, only_cached=dry_run, check_config=check_config), adapters)
         opened_draft = open_draft(draft, only_cached=dry_run, check_config=check_config) if draft else None
         if not requires_kv_dtype:
             source = source_of(opened_draft)

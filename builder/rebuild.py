@@ -2,7 +2,7 @@
 
 import filecmp
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from huggingface_hub import constants
 
 from enginewright import __version__
+from enginewright.builder.adapters import with_recorded
+from enginewright.builder.adapters.merge import ADAPTER_PREFIX
 from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.build import build_engine
 from enginewright.builder.calibration import samples_without_data
@@ -43,6 +45,7 @@ def rebuild(
     *,
     model: str | None = None,
     draft: str | None = None,
+    adapters: Sequence[str] = (),
     calib_data: str | None = None,
     evidence: bool = True,
     output: Path | None = None,
@@ -55,6 +58,7 @@ def rebuild(
         model: the checkpoint that it was built from; None looks for it next to the engine, in the working directory,
             and in the cache of the hub.
         draft: the draft's checkpoint; None looks for it in the same places.
+        adapters: folders of the adapters that were merged into the model, in their order.
         calib_data: the calibration data, if it was not the model's own texts.
         evidence: False leaves out the quality gate, the longest part; the content does not depend on it.
         output: file of the new engine; None keeps none.
@@ -75,7 +79,7 @@ def rebuild(
             raise UsageError(f"{output} is the engine itself", "nothing would be left to compare with", "Name another.")
     progress.phase("check the inputs")
     with _as_usage_errors():
-        checkpoint = _model(engine, manifest, model)
+        checkpoint = _model(engine, manifest, model, adapters)
         opened_draft = _draft(engine, manifest, draft)
         config = _config(engine, manifest, quality if evidence else QualityReport("off"), checkpoint)
         config = _with_calibration(manifest, config, checkpoint, calib_data)
@@ -136,14 +140,18 @@ def _role_with_files(manifest: Manifest) -> str | None:
     return next((role for role in manifest.roles if "name" in manifest.recipe[role]), None)
 
 
-def _model(engine: Path, manifest: Manifest, ref: str | None) -> Checkpoint:
-    """Opens the checkpoint of the engine's model."""
+def _model(engine: Path, manifest: Manifest, ref: str | None, adapters: Sequence[str]) -> Checkpoint:
+    """Opens the checkpoint of the engine's model, and merges its adapters."""
     role = _role_with_files(manifest)
     sources = {
         name: digest for name, digest in manifest.sources.items() if role is None or not name.startswith(f"{role}/")
     }
-    ref = _locate(engine, ref, manifest.name, sources, "--model")
-    return _checked(open_checkpoint(ref, check_config=check_config, name=manifest.name), ref, sources, "--model")
+    own = {name: digest for name, digest in sources.items() if not name.startswith(ADAPTER_PREFIX)}
+    name = manifest.recipe.get("merge", {}).get("model", manifest.name)
+    ref = _locate(engine, ref, name, own, "--model")
+    checkpoint = _checked(open_checkpoint(ref, check_config=check_config, name=name), ref, own, "--model")
+    merged = with_recorded(checkpoint, manifest.recipe, adapters)
+    return _checked(merged, ", ".join((ref, *adapters)), sources, "--merge")
 
 
 def _draft(engine: Path, manifest: Manifest, ref: str | None) -> Draft | None:

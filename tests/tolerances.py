@@ -22,6 +22,10 @@ DENSE_LOGITS = 2e-5
 # The same with layers that carry a state, from token to token here and in chunks there; measured 2.1e-5.
 HYBRID_LOGITS = 1e-4
 
+# The same of a model with a merged adapter of large random numbers, against PEFT, which adds the products of its
+# factors to activations: states amplify the different order of sums. Measured 1.3e-4; a factor of 1.001 is 9e-2.
+MERGED_HYBRID_LOGITS = 5e-4
+
 # By how much the logits (about ±9) of an engine's draft token may fall short of the largest, in fp32: of those that
 # are nearly the same, BFLOAT16 chooses; at most 0.13. With the hidden states of one token before, it is 6.
 DRAFT_LOGITS = 0.3

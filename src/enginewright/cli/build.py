@@ -65,6 +65,15 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     "auto, which uses the MTP layer of MODEL and makes --speculate mtp the engine's default, or ngram if MODEL has no "
     "such layer.",
 )
+@model(
+    "--merge",
+    "adapters",
+    multiple=True,
+    metavar="ADAPTER[:WEIGHT]",
+    show_default="none",
+    help="Folder of a LoRA adapter that PEFT has saved, to merge into the weights before they are quantized. The "
+    "option may be given several times; a weight scales what an adapter adds.",
+)
 @form(
     "--quant",
     type=QuantType(QUANTS),
@@ -174,6 +183,7 @@ def build(
     calib_size: int | None,
     targets: tuple[str, ...],
     max_seq_len: int | None,
+    adapters: tuple[str, ...],
     max_batch_size: int,
     batch_invariant: bool,
     output: Path | None,
@@ -214,7 +224,9 @@ def build(
         builder_id=builder_id,
     )
     requires_kv_dtype = not from_recipe("kv_cache_dtype")
-    made = build_model(model, config, output, draft=draft, dry_run=dry_run, requires_kv_dtype=requires_kv_dtype)
+    made = build_model(
+        model, config, output, adapters=adapters, draft=draft, dry_run=dry_run, requires_kv_dtype=requires_kv_dtype
+    )
     show_report(made, None if as_json else describe, err=True)
 
 
@@ -230,6 +242,14 @@ def build(
     "--draft",
     show_default="searched in the same folders",
     help="The checkpoint of the draft model, or the folder of its heads, if ENGINE has one.",
+)
+@model(
+    "--merge",
+    "adapters",
+    multiple=True,
+    metavar="ADAPTER",
+    show_default="none",
+    help="Folder of an adapter that was merged into ENGINE, in the order of the build; their weights are in ENGINE.",
 )
 @calibration(
     "--calib-data",
@@ -257,6 +277,7 @@ def rebuild(
     engine: Path,
     source: str | None,
     draft: str | None,
+    adapters: tuple[str, ...],
     calib_data: str | None,
     evidence: bool,
     output: Path | None,
@@ -270,7 +291,15 @@ def rebuild(
     from enginewright.builder.commands import rebuild_engine
     from enginewright.builder.rebuild import describe
 
-    report = rebuild_engine(engine, model=source, draft=draft, calib_data=calib_data, evidence=evidence, output=output)
+    report = rebuild_engine(
+        engine,
+        model=source,
+        draft=draft,
+        adapters=adapters,
+        calib_data=calib_data,
+        evidence=evidence,
+        output=output,
+    )
     show(report, None if as_json else partial(describe, every_line=every_line))
     context.exit(0 if report["same"] else 1)
 

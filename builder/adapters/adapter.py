@@ -1,0 +1,203 @@
+"""An adapter's folder: adapter_config.json, and the updates of single modules from its safetensors file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from enginewright.builder.adapters.peft_config import ADAPTER_CONFIG, PeftConfig, read_peft_config
+from enginewright.builder.checkpoint.files import SourceFolder
+from enginewright.builder.checkpoint.folder import TensorFolder
+from enginewright.builder.tensors import Tensors, short
+from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+
+PREFIX = "base_model.model."  # of every name in the file
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_RANK = 4096  # far above any known adapter
+
+# End of a tensor's name → field of ModuleUpdate. What follows none of them replaces a tensor of the model.
+PARTS = {
+    ".lora_A.weight": "a",
+    ".lora_B.weight": "b",
+    ".lora_B.bias": "b_bias",
+    ".lora_embedding_A": "embedding_a",
+    ".lora_embedding_B": "embedding_b",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+    ".token_adapter.trainable_tokens_delta": "token_rows",
+    ".base_layer.weight": "weight",
+    ".base_layer.bias": "bias",
+    ".modules_to_save.weight": "weight",
+    ".modules_to_save.bias": "bias",
+    ".weight": "weight",
+    ".bias": "bias",
+}
+
+
+@dataclass
+class ModuleUpdate:
+    """The changes of one module: names of the adapter's tensors, by what they are. Shapes are those in the file."""
+
+    module: str  # name of the module, such as model.layers.0.self_attn.q_proj
+    parts: dict[str, str] = field(default_factory=dict)  # value of PARTS → name of the tensor
+
+    @property
+    def changes_weight(self) -> bool:
+        """True if the module's weight differs from the model's."""
+        return bool(self.parts.keys() - {"bias", "b_bias"})
+
+    @property
+    def changes_bias(self) -> bool:
+        """True if the module's bias differs from the model's."""
+        return bool(self.parts.keys() & {"bias", "b_bias"})
+
+    @property
+    def is_linear_in_scale(self) -> bool:
+        """True if the changes can be weighted: they are added to the model's numbers, and replace none."""
+        return not self.parts.keys() & {"magnitude", "token_rows", "weight", "bias"}
+
+
+class Adapter:
+    """A LoRA adapter that PEFT has saved. Its headers are read when it is opened, its tensors when they are needed.
+
+    Args:
+        path: the folder.
+        weight: factor on all that the adapter adds.
+        name: its name; None is the folder's.
+
+    Attributes:
+        name: its name.
+        config: its choices.
+        updates: name of a module → its changes.
+        weight: as given.
+
+    Raises:
+        UsageError: there is no such folder, or it holds no adapter.
+        UnsupportedModelError: the adapter is of another kind, has a feature that is not implemented, or is a pickle.
+        EngineError: a file is damaged, or tensors do not fit the config.
+    """
+
+    def __init__(self, path: Path, weight: float = 1.0, name: str | None = None) -> None:
+        if not path.is_dir():
+            fix = "Name the folder with adapter_config.json. From the hub: `hf download OWNER/NAME --local-dir FOLDER`."
+            raise UsageError(f"there is no adapter {path}", "no such folder", fix)
+        self._files = SourceFolder(path)
+        if self._files.find(ADAPTER_CONFIG) is None:
+            raise UsageError(f"{path} is not an adapter", f"it holds no {ADAPTER_CONFIG}")
+        self.name, self.weight = name or path.resolve().name, weight
+        self.config: PeftConfig = read_peft_config(self._files.read_json(ADAPTER_CONFIG))
+        self._folder = TensorFolder(self._files)
+        self._tensors = Tensors(self._folder)
+        self.updates: Mapping[str, ModuleUpdate] = self._read_updates()
+        for update in self.updates.values():
+            self._check(update)
+
+    @cached_property
+    def source_hashes(self) -> Mapping[str, str]:
+        """File name → SHA-256 of every file that the engine depends on."""
+        weights = {name: sha for name, sha in self._folder.source_hashes().items() if name.endswith(".safetensors")}
+        return {ADAPTER_CONFIG: self._files.sha256(ADAPTER_CONFIG), **weights}
+
+    def shape(self, update: ModuleUpdate, part: str) -> tuple[int, ...]:
+        """Shape of a tensor of an update, as it is stored.
+
+        Args:
+            update: the update.
+            part: one of its parts.
+        """
+        return self._folder.tensors[update.parts[part]].shape
+
+    def read(self, update: ModuleUpdate, part: str) -> torch.Tensor:
+        """Reads a tensor of an update.
+
+        Args:
+            update: the update.
+            part: one of its parts.
+
+        Returns:
+            The numbers in fp32, as they are stored.
+
+        Raises:
+            EngineError: a number is not finite.
+        """
+        name = update.parts[part]
+        values = self._tensors.take(name, self.shape(update, part), dtypes=DTYPES)().float()
+        if not bool(torch.isfinite(values).all()):
+            raise EngineError(f"tensor {name} of the adapter {self.name} has numbers that are not finite")
+        return values
+
+    def product(self, update: ModuleUpdate) -> torch.Tensor | None:
+        """Computes what an update adds to a module's weight, without `weight`.
+
+        Args:
+            update: the update.
+
+        Returns:
+            scale · B · A in fp32, [out, in], and of an embedding [tokens, columns]; None if it has no such factors.
+        """
+        scale = self.config.scale_of(update.module)
+        if "a" in update.parts:
+            return scale * (self.read(update, "b") @ self.read(update, "a"))
+        if "embedding_a" in update.parts:
+            return scale * (self.read(update, "embedding_b") @ self.read(update, "embedding_a")).t()
+        return None
+
+    def error(self, why: str) -> EngineError:
+        """Makes the error for an adapter whose tensors do not fit."""
+        return EngineError(f"the adapter {self.name} cannot be used", why)
+
+    def _read_updates(self) -> dict[str, ModuleUpdate]:
+        updates: dict[str, ModuleUpdate] = {}
+        for name, info in self._folder.tensors.items():
+            end = next((end for end in PARTS if name.endswith(end)), None)
+            if end is None or not name.startswith(PREFIX) or "lora_" in name.removesuffix(end):
+                raise UnsupportedModelError(
+                    f"tensor {name} of the adapter {self.name} is not known",
+                    "an adapter that is used without a part of it computes something else",
+                    "Merge the adapter with PEFT, and build the merged model.",
+                )
+            if info.dtype not in DTYPES:
+                raise UnsupportedModelError(f"tensor {name} of the adapter {self.name} is {short(info.dtype)}")
+            module = name.removeprefix(PREFIX).removesuffix(end)
+            parts = updates.setdefault(module, ModuleUpdate(module)).parts
+            if PARTS[end] in parts:
+                raise self.error(f"{parts[PARTS[end]]} and {name} are the same part of {module}")
+            parts[PARTS[end]] = name
+        if not updates:
+            raise self.error("its file has no tensors")
+        return updates
+
+    def _check(self, update: ModuleUpdate) -> None:
+        """Checks that the parts of an update belong together, and to the config."""
+        parts = update.parts
+        for a, b, is_embedding in ("a", "b", False), ("embedding_a", "embedding_b", True):
+            if (a in parts) != (b in parts):
+                raise self.error(f"{update.module} has only one of its two factors: {next(iter(parts.values()))}")
+            if a not in parts:
+                continue
+            shape_a, shape_b = self.shape(update, a), self.shape(update, b)
+            if len(shape_a) != 2 or len(shape_b) != 2:
+                why = f"{update.module} has factors of shape {list(shape_a)} and {list(shape_b)}"
+                raise UnsupportedModelError(f"the adapter {self.name} is not of linear layers", why)
+            rank = self.config.rank_of(update.module)
+            if not shape_a[0] == shape_b[1] == rank <= MAX_RANK:
+                raise self.error(
+                    f"{update.module} has factors of shape {list(shape_a)} and {list(shape_b)}, but rank {rank} in "
+                    f"{ADAPTER_CONFIG}"
+                )
+            if is_embedding and "magnitude" in parts:
+                raise UnsupportedModelError(
+                    f"{update.module} of the adapter {self.name} is an embedding with DoRA",
+                    fix="Merge the adapter with PEFT, and build the merged model.",
+                )
+        if ("magnitude" in parts) != (self.config.use_dora and "a" in parts):
+            raise self.error(f"use_dora is {self.config.use_dora}, which does not fit the tensors of {update.module}")
+        if "b_bias" in parts and "b" not in parts:
+            raise self.error(f"{update.module} has a bias of a factor that it does not have")
+        if "token_rows" in parts:
+            ids = self.config.tokens_of(update.module)
+            shape = self.shape(update, "token_rows")
+            if len(shape) != 2 or shape[0] != len(ids) or len(set(ids)) != len(ids) or min(ids, default=0) < 0:
+                raise self.error(f"{update.module} has rows of shape {list(shape)} for {len(ids)} tokens")
