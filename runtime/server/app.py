@@ -3,7 +3,7 @@
 import hmac
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,8 @@ from enginewright import __version__
 from enginewright.runtime.api.async_llm import AsyncLLM
 from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.params import default_params
-from enginewright.runtime.core.prompts import Conversation, Prompt
+from enginewright.runtime.core.prompts import Conversation, Prompt, check_prompt
+from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.server.anthropic_body import read_messages
 from enginewright.runtime.server.anthropic_form import AnthropicError, MessagesForm
 from enginewright.runtime.server.chat import CHAT_KEYS, ChatForm
@@ -42,10 +43,13 @@ from enginewright.runtime.server.protocol import Body, decode
 from enginewright.runtime.server.responses_body import read_responses
 from enginewright.runtime.server.responses_form import ResponsesForm
 from enginewright.runtime.server.responses_store import StoredRoutes
+from enginewright.runtime.server.server_info import InfoRoutes
+from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.tokenization import DETOKENIZE_KEYS, TOKENIZE_KEYS
 from enginewright.runtime.server.traces import Traces
 from enginewright.runtime.server.wire import ClientGone, header, send_error
 from enginewright.runtime.server.work import check_timeout, work_of
+from enginewright.runtime.step.work_class import WorkClass
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 # Open to everybody, as the page is, so that a supervisor needs no key. Metrics show what clients do, and require one.
@@ -65,9 +69,9 @@ class App:
         self._open_paths = {HEALTH_PATH} | (page.paths if page else set())
         self._starlette = Starlette(
             routes=[
-                Route("/v1/chat/completions", ChoicesRoute(engines, ChatForm, CHAT_KEYS), methods=["POST"]),
-                Route("/v1/completions", ChoicesRoute(engines, CompletionForm, COMPLETION_KEYS), methods=["POST"]),
-                Route("/v1/responses", ResponsesRoute(engines, ResponsesForm), methods=["POST"]),
+                *ChoicesRoute(engines, ChatForm, CHAT_KEYS).with_render("/v1/chat/completions"),
+                *ChoicesRoute(engines, CompletionForm, COMPLETION_KEYS).with_render("/v1/completions"),
+                *ResponsesRoute(engines, ResponsesForm).with_render("/v1/responses"),
                 *StoredRoutes(engines.responses).routes,
                 Route("/v1/messages", MessagesRoute(engines, MessagesForm), methods=["POST"]),
                 Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
@@ -85,6 +89,7 @@ class App:
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/version", self._version),
+                *InfoRoutes(engines).routes,
                 Route("/openapi.json", self._openapi),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
@@ -243,6 +248,18 @@ class ParsedRequest:
     check: Callable[[Tokenizer], None] = lambda _: None  # raises ApiError for features that the engine does not have
 
 
+@dataclass(frozen=True)
+class ReadyRequest:
+    """A request that generates, and what its open engine makes of it."""
+
+    body: Body  # sampling parameters and prompts
+    form: Callable[..., Form]  # constructor of the response, called with the arguments of a Form
+    service: Service  # the engine
+    prompts: Sequence[Prompt]  # prompts, not yet tokenized
+    params: SamplingParams  # sampling parameters, with the model's defaults
+    work: WorkClass  # priority and tenant
+
+
 class CompletionRoute(ABC):
     """POST of one of the APIs that generate.
 
@@ -254,45 +271,71 @@ class CompletionRoute(ABC):
     def __init__(self, engines: Engines, form: type[Form]) -> None:
         self._engines, self._form = engines, form
 
+    def with_render(self, path: str) -> list[Route]:
+        """This route, and the one that shows what the model would read."""
+        return [Route(path, self, methods=["POST"]), Route(f"{path}/render", self._render, methods=["POST"])]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, log = time.perf_counter(), scope["log"]
         try:
-            data = await self._engines.bodies.read(scope, receive)
-            unused, prompt_key, renames = _unused(self._engines, scope), self._form.prompt_key, self._form.renames
-            with unused.places_as_sent():
-                request = self._read(data, scope["tenant"], unused)
-            body = request.body
-            structures = {"structured_outputs": body.structure_key}
-            with unused.places_as_sent(), error_context(prompt_key, renames), error_context(prompt_key, structures):
-                work = work_of(scope, body.priority)
-                check_timeout(body.timeout)
-                async with self._engines.use(body.model, receive, body.timeout) as (model, service):
-                    log.model, engine = model, service.llm.engine
-                    refuse_answers(engine)
-                    request.check(engine.tokenizer)
-                    unused.add_errors(body.unused(engine.tokenizer), renames)
-                    prompts, tokenizer = body.prompts(), engine.tokenizer
-                    params = default_params(engine, **body.params_for(tokenizer))
-                    id = f"{self._form.id_prefix}{token_hex(12)}"
-                    form = request.form(id, model, service.fingerprint, tokenizer, body.include())
-                    log.request_id = id
-                    salt = f"{scope['tenant']}{body.cache_salt or ''}"
-                    parsers, structure = partial(body.parsers, tokenizer), partial(body.structure, tokenizer)
-                    generation = Generation(
-                        service,
-                        form,
-                        params,
-                        arrived,
-                        log,
-                        parsers,
-                        structure,
-                        work,
-                        body.timeout,
-                        body.kv_transfer_params,
-                    )
-                    await generation.run(prompts, salt, bool(body.stream), receive, send)
+            async with self._ready(scope, receive) as ready:
+                body, service, tokenizer = ready.body, ready.service, ready.service.llm.engine.tokenizer
+                id = f"{self._form.id_prefix}{token_hex(12)}"
+                form = ready.form(id, log.model, service.fingerprint, tokenizer, body.include())
+                log.request_id = id
+                salt = f"{scope['tenant']}{body.cache_salt or ''}"
+                parsers, structure = partial(body.parsers, tokenizer), partial(body.structure, tokenizer)
+                generation = Generation(
+                    service,
+                    form,
+                    ready.params,
+                    arrived,
+                    log,
+                    parsers,
+                    structure,
+                    ready.work,
+                    body.timeout,
+                    body.kv_transfer_params,
+                )
+                await generation.run(ready.prompts, salt, bool(body.stream), receive, send)
         except ClientGone:
             log.is_gone = True
+
+    async def _render(self, request: Request) -> Response:
+        """Token ids of the prompts that a request would show to the model, in vLLM's form; nothing is computed.
+
+        Routers ask for them to learn which replica has computed a prefix of a prompt.
+        """
+        async with self._ready(request.scope, request.receive) as ready:
+            model, llm = request.scope["log"].model, ready.service.llm
+            rendered = []
+            for prompt in ready.prompts:
+                ids = await _encode(llm, prompt)
+                check_prompt(ids, llm.engine.plan.vocab_size, llm.max_model_len)
+                id = f"{self._form.id_prefix}{token_hex(12)}"
+                rendered.append({"request_id": id, "model": model, "token_ids": ids, "features": None})
+        return _json(rendered if self._form is CompletionForm else rendered[0])
+
+    @asynccontextmanager
+    async def _ready(self, scope: Scope, receive: Receive) -> AsyncIterator["ReadyRequest"]:
+        """Reads and checks a request, and keeps its engine open. Raises ApiError if it is not valid."""
+        data = await self._engines.bodies.read(scope, receive)
+        unused, prompt_key, renames = _unused(self._engines, scope), self._form.prompt_key, self._form.renames
+        with unused.places_as_sent():
+            request = self._read(data, scope["tenant"], unused)
+        body = request.body
+        structures = {"structured_outputs": body.structure_key}
+        with unused.places_as_sent(), error_context(prompt_key, renames), error_context(prompt_key, structures):
+            work = work_of(scope, body.priority)
+            check_timeout(body.timeout)
+            async with self._engines.use(body.model, receive, body.timeout) as (model, service):
+                scope["log"].model, engine = model, service.llm.engine
+                refuse_answers(engine)
+                request.check(engine.tokenizer)
+                unused.add_errors(body.unused(engine.tokenizer), renames)
+                prompts = body.prompts()
+                params = default_params(engine, **body.params_for(engine.tokenizer))
+                yield ReadyRequest(body, request.form, service, prompts, params, work)
 
     @abstractmethod
     def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> ParsedRequest:

@@ -73,6 +73,7 @@ class Operation(NamedTuple):
     summary: str  # description for people
     answer: Sequence[str]  # keys that a response always has
     body: type[msgspec.Struct] | None = None  # struct of the request's body; None for a GET
+    is_list: bool = False  # True if a response is a list of such objects
     streams: bool = False  # True if the response may be a stream of events
     method: str = "post"  # HTTP method in lower case
     query: Mapping[str, Schema] = {}  # schemas of the query's parameters, by name
@@ -90,6 +91,10 @@ OPERATIONS = (
     Operation("/v1/chat/completions", "Chat completion", CHAT_KEYS, ChatBody, streams=True),
     Operation("/v1/completions", "Text completion", CHAT_KEYS, CompletionBody, streams=True),
     Operation("/v1/responses", "Response", ("id", "object", "output"), ResponsesBody, streams=True),
+    *(Operation(f"{path}/render", "Token ids that such a request shows to the model", ("request_id", "token_ids"), body,
+                is_list=body is CompletionBody)
+      for path, body in (("/v1/chat/completions", ChatBody), ("/v1/completions", CompletionBody),
+                         ("/v1/responses", ResponsesBody))),
     Operation("/v1/responses/{id}", "A kept response", ("id", "output"), method="get", errors=(404,)),
     Operation("/v1/responses/{id}", "Forget a response", ("id", "deleted"), method="delete", errors=(404,)),
     Operation("/v1/responses/{id}/input_items", "What a kept response answers", LIST_KEYS, None, method="get",
@@ -106,6 +111,11 @@ OPERATIONS = (
     Operation("/tokenize", "Token ids of a text or of messages", ("count", "tokens"), TokenizeBody),
     Operation("/detokenize", "Text of token ids", ("prompt",), DetokenizeBody),
     Operation("/version", "Version of the server", ("version",), method="get"),
+    *(Operation(path, "Facts of an engine for routers", ("model_path", "vllm_config"), method="get",
+                query={"model": {"type": "string"}}, errors=(404,))
+      for path in ("/server_info", "/get_server_info")),
+    Operation("/v1/loads", "Load of the open engines for routers", ("timestamp", "loads"), method="get"),
+    Operation("/get_load", "Number of running and waiting completions", ("load",), method="get"),
     Operation("/health", "Whether requests are taken", ("status",), method="get", errors=(503,)),
     Operation("/openapi.json", "This document", ("openapi", "paths"), method="get"),
 )  # fmt: skip
@@ -144,7 +154,9 @@ def document() -> Schema:
 
 
 def _operation(operation: Operation) -> Schema:
-    answer = {"type": "object", "required": list(operation.answer)}
+    answer: Schema = {"type": "object", "required": list(operation.answer)}
+    if operation.is_list:
+        answer = {"type": "array", "items": answer}
     content: Schema = {JSON: {"schema": answer}}
     if operation.streams:
         content[EVENTS] = {"schema": {"description": "Events, whose data are JSON."}}

@@ -35,4 +35,4 @@ def test_answers_are_as_documented(kind: str, tmp_path: Path) -> None:
         command = [str(PROGRAM), "run", address, "--checks", CHECKS, *OPTIONS, "--suppress-health-check", "all"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-1000:]
-        assert "Tested: 21" in done.stdout, done.stdout[-3000:]
+        assert "Tested: 28" in done.stdout, done.stdout[-3000:]

@@ -31,7 +31,7 @@ from enginewright.runtime.server.wire import BodyReader, ClientGone, header, sen
 # Paths that any replica can answer. All others are refused: a replica may have paths that are not for clients.
 POSTS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/chat/completions/render", "/v1/embeddings", "/tokenize", "/detokenize"),
+    *("/v1/chat/completions/render", "/v1/completions/render", "/v1/embeddings", "/tokenize", "/detokenize"),
     *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
 )
 GETS = ("/v1/models/{name:path}", "/version", "/openapi.json")
