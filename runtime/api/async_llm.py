@@ -16,6 +16,7 @@ from enginewright.runtime.api.embeddings import Vector, not_finite
 from enginewright.runtime.api.engine_thread import EngineThread, close_all
 from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
 from enginewright.runtime.cache.disk import ReadEntries
+from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
 from enginewright.runtime.core.engine_core import EngineCore
@@ -188,6 +189,7 @@ class AsyncLLM:
         *,
         cache_salt: str = "",
         work: WorkClass = DEFAULT_WORK,
+        retention: Retention = NOT_RETAINED,
         structure: Structure | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> "AsyncRequest":
@@ -198,6 +200,7 @@ class AsyncLLM:
             params: its sampling parameters.
             cache_salt: prompts with different salts share no cache blocks.
             work: priority and tenant.
+            retention: hint for what the request leaves in the prefix cache.
             structure: gives the structure of the answers from the prompt's token ids; None leaves it to params.
             kv_transfer_params: vLLM's: leases the prompt's KV blocks to another server (`do_remote_decode`), or fetches
                 them from one (`do_remote_prefill`). If that fails, the prompt is computed.
@@ -218,7 +221,9 @@ class AsyncLLM:
             fetched = await asyncio.wrap_future(self._fetch(token_ids, cache_salt, transfer))
         leases = bool(transfer.get("do_remote_decode"))
         return await self.in_tokenizer(
-            partial(self._prepare, token_ids, params, cache_salt, work, grammars, fetched, leases_prompt=leases)
+            partial(
+                self._prepare, token_ids, params, cache_salt, work, retention, grammars, fetched, leases_prompt=leases
+            )
         )
 
     def _fetch(self, token_ids: list[int], cache_salt: str, params: dict[str, Any]) -> "Future[ReadEntries]":
@@ -245,6 +250,7 @@ class AsyncLLM:
         params: SamplingParams,
         cache_salt: str,
         work: WorkClass,
+        retention: Retention = NOT_RETAINED,
         grammars: Sequence[Grammar] = (),
         fetched: ReadEntries | None = None,
         *,
@@ -253,7 +259,15 @@ class AsyncLLM:
         buffer = _DeltaBuffer()
         assert isinstance(self._core, EngineCore), "engines of other kinds are refused in _encode_for"
         request = self._core.request(
-            token_ids, params, buffer.put, cache_salt, grammars, work, fetched=fetched, leases_prompt=leases_prompt
+            token_ids,
+            params,
+            buffer.put,
+            cache_salt,
+            grammars,
+            work,
+            retention=retention,
+            fetched=fetched,
+            leases_prompt=leases_prompt,
         )
         return AsyncRequest(token_ids, request, buffer, self._thread.abort)
 

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from math import gcd
+from time import perf_counter
 from typing import Any
 
 from enginewright.plan import CacheGroup, PagedCache
 from enginewright.runtime.cache.events import CacheEvents
+from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.cache.kind import CacheKind, Copies
 from enginewright.runtime.cache.paged import PagedBlocks
 from enginewright.runtime.cache.pool import Pool
@@ -27,9 +29,17 @@ class Cache:
         num_places: number of blocks or slots of each group.
         chunk: maximum number of tokens of a sequence that one step computes.
         sequences: maximum number of sequences that run at once.
+        clock: gives the time in seconds, by which hints expire.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], num_places: Sequence[int], chunk: int, sequences: int = 1) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_places: Sequence[int],
+        chunk: int,
+        sequences: int = 1,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         paged = {group.block_size for group in groups if isinstance(group, PagedCache)}
         snapshots = {group.snapshot_tokens for group in groups if not isinstance(group, PagedCache)}
         self.stride = gcd(*paged, *snapshots)  # what a sequence holds changes only at multiples of this
@@ -40,9 +50,9 @@ class Cache:
             self.block_size = None
         self.has_snapshots = self.block_size is not None and len(snapshots) > 0
         self._kinds: list[CacheKind[Any]] = [
-            PagedBlocks(group, count, chunk)
+            PagedBlocks(group, count, chunk, clock)
             if isinstance(group, PagedCache)
-            else StateSlots(group, count, sequences, self.block_size)
+            else StateSlots(group, count, sequences, self.block_size, clock)
             for group, count in zip(groups, num_places, strict=True)
         ]
 
@@ -55,6 +65,16 @@ class Cache:
     def num_evictions(self) -> int:
         """Number of blocks and slots of all groups whose content was evicted for other content, since the start."""
         return sum(kind.pool.num_evictions for kind in self._kinds)
+
+    @property
+    def num_retained(self) -> int:
+        """Number of free blocks and slots of all groups whose content a hint keeps."""
+        return sum(kind.pool.num_retained for kind in self._kinds)
+
+    @property
+    def num_early_evictions(self) -> int:
+        """Number of blocks and slots that were evicted before the time of their hint was over, since the start."""
+        return sum(kind.pool.num_early_evictions for kind in self._kinds)
 
     def watch(self, events: CacheEvents) -> None:
         """Reports to `events`, from now on, each block that can be found and each that no longer can."""
@@ -161,6 +181,7 @@ class Cache:
         *,
         shares: bool = False,
         divergence_position: int = 0,
+        retention: Retention = NOT_RETAINED,
     ) -> list[Any] | None:
         """Opens a sequence in all groups.
 
@@ -171,6 +192,7 @@ class Cache:
             copies: a list for each group, which receives the copies to make before anything else is written.
             shares: True if other sequences may share what this one computes.
             divergence_position: as for CacheKind.open.
+            retention: hint for what the sequence leaves in the cache.
 
         Returns:
             What the sequence holds in each group; None if there is no room now.
@@ -179,7 +201,7 @@ class Cache:
             return None
         copies = copies or [[] for _ in self._kinds]
         return [
-            kind.open(length, keys, mine, shares=shares, divergence_position=divergence_position)
+            kind.open(length, keys, mine, shares=shares, divergence_position=divergence_position, retention=retention)
             for kind, mine in zip(self._kinds, copies, strict=True)
         ]
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from typing import Generic, TypeVar
 
+from enginewright.runtime.cache.eviction import Retention
 from enginewright.runtime.cache.pool import Pool
 
 Copies = list[tuple[int, int]]  # pairs of places (from, to), copied in this order before a step's kernels run
@@ -46,7 +47,14 @@ class CacheKind(ABC, Generic[Held]):
 
     @abstractmethod
     def open(
-        self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, divergence_position: int
+        self,
+        length: int,
+        keys: Sequence[bytes],
+        copies: Copies,
+        *,
+        shares: bool,
+        divergence_position: int,
+        retention: Retention,
     ) -> Held:
         """Reserves what the first `length` positions need, and holds the shared blocks.
 
@@ -56,6 +64,7 @@ class CacheKind(ABC, Generic[Held]):
             copies: receives the copies to make before the next step.
             shares: True if other sequences may share what this one computes.
             divergence_position: position up to which an earlier sequence has the same tokens; 0: none is known.
+            retention: hint for what the sequence leaves in the cache.
         """
 
     @abstractmethod

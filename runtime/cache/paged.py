@@ -4,10 +4,12 @@ Sequences with the same prefix hold the same full blocks. A sibling gets a copy 
 writes into that block next.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from enginewright.plan import PagedCache
+from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.cache.kind import CacheKind, Copies
 from enginewright.runtime.cache.pool import Pool, Tag
 
@@ -38,6 +40,7 @@ class BlockTable:
     dropped: int = 0  # end of the logical blocks, from num_kept on, that were released
     num_tagged: int = 0  # number of logical blocks whose content has a key
     pending: list[tuple[int, Tag]] = field(default_factory=list)  # blocks with a key that is not published yet
+    retention: Retention = NOT_RETAINED  # hint for what it holds at its end
 
     @property
     def held(self) -> list[int]:
@@ -56,10 +59,13 @@ class PagedBlocks(CacheKind[BlockTable]):
         group: the plan's cache group.
         num_blocks: number of its blocks.
         chunk: maximum number of tokens of a sequence that one step computes.
+        clock: gives the time in seconds.
     """
 
-    def __init__(self, group: PagedCache, num_blocks: int, chunk: int) -> None:
-        self.pool = Pool(num_blocks)
+    def __init__(
+        self, group: PagedCache, num_blocks: int, chunk: int, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self.pool = Pool(num_blocks, clock)
         self._group, self._chunk = group, chunk
         self._block_size, self._window = group.block_size, group.window
         self._num_kept = _num_kept(group)
@@ -84,12 +90,19 @@ class PagedBlocks(CacheKind[BlockTable]):
         return self._to_reserve(length, len(keys)) + revived + watermark_blocks <= self._room
 
     def open(
-        self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, divergence_position: int
+        self,
+        length: int,
+        keys: Sequence[bytes],
+        copies: Copies,
+        *,
+        shares: bool,
+        divergence_position: int,
+        retention: Retention,
     ) -> BlockTable:
         blocks = [0] * len(keys)
         for place in self._needed(len(keys), len(keys) * self._block_size):
             blocks[place] = self.pool.place_of(keys[place])
-        return self._open(length, blocks, len(keys) * self._block_size)
+        return self._open(length, blocks, len(keys) * self._block_size, retention)
 
     def can_fork(self, held: BlockTable, computed: int, shared: int, length: int, watermark_blocks: int) -> bool:
         full = shared // self._block_size
@@ -100,7 +113,7 @@ class PagedBlocks(CacheKind[BlockTable]):
         blocks = [0] * full
         for place in self._needed(full, shared):
             blocks[place] = held.blocks[place]
-        sibling = self._open(length, blocks, shared)
+        sibling = self._open(length, blocks, shared, held.retention)
         if partial:
             sibling.blocks.append(self._take(sibling))
             copies.append((held.blocks[full], sibling.blocks[full]))
@@ -164,7 +177,7 @@ class PagedBlocks(CacheKind[BlockTable]):
         for block, tag in held.pending:
             self.pool.forget(block, tag)
         for block in reversed(held.held):
-            self.pool.drop(block)
+            self.pool.drop(block, held.retention)
         self._reserved -= held.reserved
         held.reserved, held.blocks, held.dropped, held.num_tagged, held.pending = 0, [], 0, 0, []
 
@@ -189,9 +202,10 @@ class PagedBlocks(CacheKind[BlockTable]):
         """True if no block has been released that attention at a position reads."""
         return held.dropped <= max(self._first_seen(position), held.num_kept)
 
-    def _open(self, length: int, blocks: list[int], position: int) -> BlockTable:
+    def _open(self, length: int, blocks: list[int], position: int, retention: Retention) -> BlockTable:
         shared = len(blocks)
-        table = BlockTable(0, self._num_kept, blocks, min(self._first_seen(position), shared), shared)
+        dropped = min(self._first_seen(position), shared)
+        table = BlockTable(0, self._num_kept, blocks, dropped, shared, retention=retention)
         self.reserve(table, self._to_reserve(length, shared))
         for block in table.held:
             self.pool.hold(block)
@@ -201,7 +215,7 @@ class PagedBlocks(CacheKind[BlockTable]):
         """Releases the blocks before the window of position `computed`, the next to be computed."""
         end = min(self._first_seen(computed), len(held.blocks))
         for place in range(max(held.dropped, held.num_kept), end):
-            self.pool.drop(held.blocks[place])
+            self.pool.drop(held.blocks[place], held.retention)  # a text that continues may begin at an earlier block
             held.blocks[place] = 0
         held.dropped = max(held.dropped, end)
 

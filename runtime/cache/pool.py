@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
+
+from enginewright.runtime.cache.eviction import NOT_RETAINED, EvictionOrder, Retention
 
 
 @dataclass(eq=False, slots=True)
@@ -9,22 +12,27 @@ class Tag:
     """The key of a place's content. A new object is made each time, so that an outdated tag is recognized."""
 
     key: bytes  # hash of all tokens up to the end of the content (PrefixKeys)
+    retention: Retention = NOT_RETAINED  # hint for the content, the longest of those given
 
 
 class Pool:
     """Blocks or slots with reference counts, a free list, and an index of their content by key.
 
     A place whose tag is published can be found until it is reused, even when no sequence holds it any more. Free places
-    without a tag are used first, then the least recently used ones.
+    without a tag are used first, then those with one, in the order that eviction.py gives them.
+
+    Args:
+        num_places: number of places.
+        clock: gives the time in seconds.
     """
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: int, clock: Callable[[], float] = perf_counter) -> None:
         self.num_places = num_places
         self._holders = [0] * num_places
         # Free places without a tag. They are taken from the end, so that low places are used first and the system
         # commits memory only as it is needed.
         self._blank = list(range(num_places - 1, -1, -1))
-        self._kept: dict[int, None] = {}  # free places with a tag; the least recently used first
+        self._kept = EvictionOrder(num_places, clock)  # free places with a tag
         self._tags: dict[int, Tag] = {}
         self._published: dict[bytes, int] = {}
         self.num_evictions = 0  # places whose content could be found until they were reused
@@ -39,6 +47,16 @@ class Pool:
         """Number of places that no sequence holds."""
         return len(self._blank) + len(self._kept)
 
+    @property
+    def num_retained(self) -> int:
+        """Number of free places whose content a hint keeps."""
+        return self._kept.num_retained
+
+    @property
+    def num_early_evictions(self) -> int:
+        """Number of places whose content was evicted before the time of its hint was over."""
+        return self._kept.num_early
+
     def is_held(self, place: int) -> bool:
         """True if at least one sequence holds a place."""
         return self._holders[place] > 0
@@ -52,8 +70,7 @@ class Pool:
         if self._blank:
             place = self._blank.pop()
         else:
-            place = next(iter(self._kept))
-            del self._kept[place]
+            place = self._kept.pop()
             if self._published.get(key := self._tags[place].key) == place:
                 self.num_evictions += 1
                 if self.save is not None:
@@ -72,15 +89,24 @@ class Pool:
 
     def hold(self, place: int) -> None:
         """Adds a holder to a place that was found, or that another sequence holds."""
-        self._kept.pop(place, None)
+        if place in self._kept:
+            self._tags[place].retention = self._kept.remove(place)
         self._holders[place] += 1
 
-    def drop(self, place: int) -> None:
-        """Removes a holder. Without any, the place is free, and its content can be found until it is reused."""
+    def drop(self, place: int, retention: Retention = NOT_RETAINED) -> None:
+        """Removes a holder. Without any, the place is free, and its content can be found until it is reused.
+
+        Args:
+            place: the place.
+            retention: the holder's hint.
+        """
+        tag = self._tags.get(place)
+        if tag is not None and retention.ttl_s >= tag.retention.ttl_s:
+            tag.retention = retention
         self._holders[place] -= 1
         if self._holders[place] == 0:
-            if place in self._tags:
-                self._kept[place] = None
+            if tag is not None:
+                self._kept.add(place, tag.retention)
             else:
                 self._blank.append(place)
 
@@ -108,7 +134,7 @@ class Pool:
             return
         self._untag(place)
         if place in self._kept:
-            del self._kept[place]
+            self._kept.remove(place)
             self._blank.append(place)
 
     def overwrite(self, place: int) -> None:

@@ -7,10 +7,12 @@ are likely to diverge there, too (https://arxiv.org/abs/2411.19379). A snapshot 
 ends there, and is kept, as blocks are, until its slot is needed.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from enginewright.plan import RecurrentState
+from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.cache.kind import CacheKind, Copies
 from enginewright.runtime.cache.pool import Pool, Tag
 
@@ -39,6 +41,7 @@ class StateSlot:
     # it was admitted with and that at least one token follows, and the position where it diverges from other texts.
     stops: tuple[int, ...]
     shares: bool  # true of a sequence that takes snapshots
+    retention: Retention = NOT_RETAINED  # hint for its snapshots
     pending: list[Snapshot] = field(default_factory=list)  # snapshots that are not published yet
     checkpoint: Snapshot | None = None  # state before the draft tokens that are being computed
 
@@ -59,10 +62,18 @@ class StateSlots(CacheKind[StateSlot]):
         num_slots: number of its slots.
         sequences: maximum number of sequences that run at once.
         block_size: number of tokens of a block with a key; None if no prefix can be shared.
+        clock: gives the time in seconds.
     """
 
-    def __init__(self, group: RecurrentState, num_slots: int, sequences: int, block_size: int | None) -> None:
-        self.pool = Pool(num_slots)
+    def __init__(
+        self,
+        group: RecurrentState,
+        num_slots: int,
+        sequences: int,
+        block_size: int | None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.pool = Pool(num_slots, clock)
         self._interval, self._block_size = group.snapshot_tokens, block_size or 1
         self._may_share = block_size is not None
         self._max_pending = max(num_slots - sequences, 0)
@@ -79,7 +90,14 @@ class StateSlots(CacheKind[StateSlot]):
         return self.pool.num_free > 0
 
     def open(
-        self, length: int, keys: Sequence[bytes], copies: Copies, *, shares: bool, divergence_position: int
+        self,
+        length: int,
+        keys: Sequence[bytes],
+        copies: Copies,
+        *,
+        shares: bool,
+        divergence_position: int,
+        retention: Retention,
     ) -> StateSlot:
         """Starts with a copy of a snapshot, or with the snapshot itself if no other slot is free."""
         pool, shared = self.pool, len(keys) * self._block_size
@@ -91,11 +109,11 @@ class StateSlots(CacheKind[StateSlot]):
             if pool.num_free:
                 snapshot, slot = slot, pool.take()
                 copies.append((snapshot, slot))
-                pool.drop(snapshot)
+                pool.drop(snapshot, retention)
             else:
                 pool.overwrite(slot)
         last_block = (length - 1) // self._block_size * self._block_size
-        return StateSlot(slot, shared, (divergence_position, last_block), shares and self._may_share)
+        return StateSlot(slot, shared, (divergence_position, last_block), shares and self._may_share, retention)
 
     def can_fork(self, held: StateSlot, computed: int, shared: int, length: int, watermark_blocks: int) -> bool:
         """True at the state's own position only: earlier states are gone."""
@@ -104,7 +122,7 @@ class StateSlots(CacheKind[StateSlot]):
     def fork(self, held: StateSlot, shared: int, length: int, copies: Copies) -> StateSlot:
         slot = self.pool.take()
         copies.append((held.slot, slot))
-        return StateSlot(slot, shared, held.stops, held.shares)
+        return StateSlot(slot, shared, held.stops, held.shares, held.retention)
 
     def extend(self, held: StateSlot, computed: int, length: int, new: list[int], copies: Copies) -> None:
         """Takes a snapshot if position `computed`, which the state has reached, is one of its stops."""
@@ -129,7 +147,7 @@ class StateSlots(CacheKind[StateSlot]):
         for snapshot in held.pending:
             if snapshot.tag is not None:
                 self.pool.publish(snapshot.slot, snapshot.tag)
-                self._drop(snapshot)
+                self._drop(snapshot, held.retention)
         held.pending = [snapshot for snapshot in held.pending if snapshot.tag is None]
 
     def can_truncate(self, held: StateSlot, computed: int, length: int, keys: Sequence[bytes]) -> bool:
@@ -190,8 +208,8 @@ class StateSlots(CacheKind[StateSlot]):
             return None
         return self.pool.place_of(keys[block - 1])
 
-    def _drop(self, snapshot: Snapshot) -> None:
-        self.pool.drop(snapshot.slot)
+    def _drop(self, snapshot: Snapshot, retention: Retention = NOT_RETAINED) -> None:
+        self.pool.drop(snapshot.slot, retention)
         self._num_pending -= 1
 
     def _forget(self, snapshot: Snapshot) -> None:

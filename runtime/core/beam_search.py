@@ -90,6 +90,7 @@ class BeamSearch(RequestKind):
             request=copy(parent.request),
             cache_salt=parent.cache_salt,
             work=parent.work,
+            retention=parent.retention,
             is_beam=True,
         )
         self._live.fork(parent, child)

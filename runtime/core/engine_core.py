@@ -16,6 +16,7 @@ import msgspec
 
 from enginewright.errors import UsageError
 from enginewright.runtime.cache.disk import ReadEntries
+from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.beam_scorer import BeamScorer
 from enginewright.runtime.core.beam_search import BeamSearch
@@ -180,6 +181,7 @@ class EngineCore:
         grammars: Sequence[Grammar | None] = (),
         work: WorkClass = DEFAULT_WORK,
         *,
+        retention: Retention = NOT_RETAINED,
         fetched: ReadEntries | None = None,
         leases_prompt: bool = False,
     ) -> Request:
@@ -193,6 +195,7 @@ class EngineCore:
             grammars: a grammar for each of its completions, from `walks`; empty: the grammar of
                 params.structured_outputs, if any, is compiled here.
             work: priority and tenant of the request.
+            retention: hint for what the request leaves in the prefix cache.
             fetched: blocks of its prompt that another server has computed.
             leases_prompt: true if its prompt is leased to another server when its only completion has ended.
 
@@ -220,6 +223,7 @@ class EngineCore:
                 request=sampling,
                 cache_salt=cache_salt,
                 work=work,
+                retention=retention,
                 is_beam=True,
             )
             first.cache.fetched = fetched
@@ -246,6 +250,7 @@ class EngineCore:
                 cache_salt=cache_salt,
                 sibling_of=request.completions[0].sequence if index else None,
                 work=work,
+                retention=retention,
             )
             stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
             detokenizer = self._detokenizer(request, prompt)

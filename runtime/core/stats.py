@@ -38,6 +38,7 @@ class Stats:
     num_running: int = 0  # running sequences
     num_waiting: int = 0  # waiting sequences
     num_waiting_tokens: int = 0  # tokens of the waiting sequences
+    num_retained: int = 0  # blocks and slots of the prefix cache that a hint keeps, of those that no sequence holds
     # Share of the KV blocks that sequences hold, from 0 to 1, in the fullest cache group. Blocks that only the prefix
     # cache keeps count as free.
     kv_usage: float = 0.0
@@ -49,6 +50,7 @@ class Stats:
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     num_preemptions: int = 0  # preemptions of sequences
     num_evictions: int = 0  # blocks and slots of the prefix cache that were reused for other content
+    num_early_evictions: int = 0  # number of these that a hint should have kept longer
     computed_tokens: int = 0  # tokens that went through the model, again after a preemption
     prompt_tokens: int = 0  # prompt tokens of the admitted sequences, counted once for all answers to a prompt
     cached_prompt_tokens: int = 0  # number of these that were in the prefix cache
@@ -84,6 +86,7 @@ TOTALS = (
     "num_steps",
     "num_preemptions",
     "num_evictions",
+    "num_early_evictions",
     "computed_tokens",
     "prompt_tokens",
     "cached_prompt_tokens",
@@ -143,11 +146,13 @@ class StepCounts:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_retained=scheduler.num_retained,
             kv_usage=max(1 - free / count for free, count in blocks),
             num_steps=self._steps,
             step_sizes=tuple(self._sizes),
             num_preemptions=scheduler.num_preemptions,
             num_evictions=scheduler.num_evictions,
+            num_early_evictions=scheduler.num_early_evictions,
             computed_tokens=self._tokens,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_prompt_tokens=scheduler.num_cached_prompt_tokens,

@@ -54,7 +54,7 @@ class Scheduler:
         cost: gives the cost of a prompt token at a position.
         goal: maximum time of a step in which `chunk` is a bound; None: no such time is given.
         whole_texts: true if a prompt has to be computed in a single step (Plan.whole_texts).
-        clock: gives the time in seconds, by which the priority of waiting sequences ages.
+        clock: gives the time in seconds, by which the priority of waiting sequences ages and hints expire.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scheduler:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._limits = limits
-        self._cache = Cache(groups, num_blocks, limits.tokens, limits.sequences)
+        self._cache = Cache(groups, num_blocks, limits.tokens, limits.sequences, clock)
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
         self._events: CacheEvents | None = None
         self._waiting = WaitingSequences(self._cache, self._prefixes, clock)
@@ -118,6 +118,16 @@ class Scheduler:
     def num_evictions(self) -> int:
         """Number of blocks and slots that were evicted from the prefix cache, since the start."""
         return self._cache.num_evictions
+
+    @property
+    def num_retained(self) -> int:
+        """Number of blocks and slots of the prefix cache that a hint keeps."""
+        return self._cache.num_retained
+
+    @property
+    def num_early_evictions(self) -> int:
+        """Number of blocks and slots that were evicted before the time of their hint was over, since the start."""
+        return self._cache.num_early_evictions
 
     @property
     def num_free_blocks(self) -> tuple[int, ...]:

@@ -195,6 +195,7 @@ class WaitingSequences:
             copies,
             shares=shares,
             divergence_position=divergence_position,
+            retention=sequence.retention,
         )
         if held is None:
             return False

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from enginewright import __version__
 from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.cache.eviction import Retention
 from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.core.prompts import Conversation, Prompt, check_prompt
@@ -43,6 +44,7 @@ from enginewright.runtime.server.protocol import Body, decode
 from enginewright.runtime.server.responses_body import read_responses
 from enginewright.runtime.server.responses_form import ResponsesForm
 from enginewright.runtime.server.responses_store import StoredRoutes
+from enginewright.runtime.server.retention import retention_of, session_of
 from enginewright.runtime.server.server_info import InfoRoutes
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.tokenization import DETOKENIZE_KEYS, TOKENIZE_KEYS
@@ -258,6 +260,7 @@ class ReadyRequest:
     prompts: Sequence[Prompt]  # prompts, not yet tokenized
     params: SamplingParams  # sampling parameters, with the model's defaults
     work: WorkClass  # priority and tenant
+    retention: Retention  # hint for the KV blocks of prompts and completions
 
 
 class CompletionRoute(ABC):
@@ -294,6 +297,7 @@ class CompletionRoute(ABC):
                     parsers,
                     structure,
                     ready.work,
+                    ready.retention,
                     body.timeout,
                     body.kv_transfer_params,
                 )
@@ -326,7 +330,9 @@ class CompletionRoute(ABC):
         body = request.body
         structures = {"structured_outputs": body.structure_key}
         with unused.places_as_sent(), error_context(prompt_key, renames), error_context(prompt_key, structures):
-            work = work_of(scope, body.priority)
+            work, session = work_of(scope, body.priority), session_of(scope, body.session_id)
+            retention = retention_of(body.ttl_s, session, work)
+            scope["log"].named_session(session)
             check_timeout(body.timeout)
             async with self._engines.use(body.model, receive, body.timeout) as (model, service):
                 scope["log"].model, engine = model, service.llm.engine
@@ -335,7 +341,7 @@ class CompletionRoute(ABC):
                 unused.add_errors(body.unused(engine.tokenizer), renames)
                 prompts = body.prompts()
                 params = default_params(engine, **body.params_for(engine.tokenizer))
-                yield ReadyRequest(body, request.form, service, prompts, params, work)
+                yield ReadyRequest(body, request.form, service, prompts, params, work, retention)
 
     @abstractmethod
     def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> ParsedRequest:

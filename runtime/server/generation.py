@@ -12,6 +12,7 @@ from starlette.types import Receive, Send
 
 from enginewright.errors import EngineError, UsageError, WorkerLostError
 from enginewright.runtime.api.async_llm import AsyncRequest, Structure
+from enginewright.runtime.cache.eviction import Retention
 from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.prompts import Conversation, Prompt
 from enginewright.runtime.core.request import Request
@@ -73,6 +74,7 @@ class Generation:
         new_parsers: makes the parsers of a prompt's completions from its token ids and their number.
         structure: gives the structure of a prompt's completions from its token ids.
         work: priority and tenant.
+        retention: hint for the KV blocks of prompts and completions.
         timeout_s: seconds from the arrival after which the request ends; None means never.
         kv_transfer_params: as for AsyncLLM.prepare.
     """
@@ -87,11 +89,13 @@ class Generation:
         new_parsers: NewParsers,
         structure: Structure,
         work: WorkClass,
+        retention: Retention,
         timeout_s: float | None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
         self._new_parsers, self._structure = new_parsers, structure
         self._work, self._timeout_s, self._kv_transfer_params = work, timeout_s, kv_transfer_params
+        self._retention = retention
         self._service, self._form, self._params, self.arrived = service, form, params, arrived
         self._log = log
         self._first_token_s: float | None = None  # seconds from the request's arrival
@@ -190,6 +194,7 @@ class Generation:
             self._params,
             cache_salt=salt,
             work=self._work,
+            retention=self._retention,
             structure=self._structure,
             kv_transfer_params=self._kv_transfer_params,
         )

@@ -1,7 +1,7 @@
 """Logs of a server: one line per request, throughput every ten seconds of work, warnings and tracebacks.
 
-A line is an event with fields, as text or as JSON. From the client, lines of requests contain its X-Request-Id, the
-requested path, and the names of unused keys of its body: no prompts, no answers, no API keys.
+A line is an event with fields, as text or as JSON. From the client, lines of requests contain its X-Request-Id and
+X-Session-Id, the requested path, and the names of unused keys of its body: no prompts, no answers, no API keys.
 """
 
 import json
@@ -77,6 +77,7 @@ class RequestLog:
     def __init__(self, scope: Scope) -> None:
         given = header(scope, b"x-request-id")
         self.client_id = given[0] if len(given) == 1 and REQUEST_ID.fullmatch(given[0]) else None
+        self._session: str | None = None  # name of the client's session
         self.request_id: str | None = None  # id of the response
         self.model: str | None = None
         self._failure: tuple[int, str | None] | None = None  # status and code of the error that the client got
@@ -85,6 +86,11 @@ class RequestLog:
         self.figures: LogFields | None = None  # None until the request has reached the engine
         self.params: SamplingParams | None = None  # sampling parameters of the answers
         self.unused: UnusedKeys | None = None  # unused keys of the body; None until it is read
+
+    def named_session(self, session: str | None) -> None:
+        """Records the name of the client's session, unless it is no id."""
+        if session is not None and REQUEST_ID.fullmatch(session.encode("latin-1", "replace")):
+            self._session = session
 
     def failed(self, error: ApiError) -> None:
         """Records the client's error. The exception is not kept: its traceback refers to this log."""
@@ -188,6 +194,7 @@ class RequestLog:
         fields: LogFields = {
             "request_id": self.request_id,
             "client_request_id": None if self.client_id is None else self.client_id.decode(),
+            "session_id": self._session,
             "status": status,
             "code": code,
         }
@@ -206,7 +213,8 @@ class RequestLog:
 
 def log_refused_bytes(error: ApiError) -> None:
     """Logs the error of a client whose bytes are no HTTP request."""
-    fields: LogFields = dict.fromkeys(("request_id", "client_request_id", "status", "code", "method", "path"))
+    names = ("request_id", "client_request_id", "session_id", "status", "code", "method", "path")
+    fields: LogFields = dict.fromkeys(names)
     log_event(logging.INFO, "refused", fields | {"status": error.status, "code": error.code}, limited=str(error.status))
 
 

@@ -213,6 +213,9 @@ class Metrics:
         yield self._counter(
             "prefix_cache_evictions", "Blocks whose content was evicted for other content.", stats.num_evictions
         )
+        yield self._gauge("prefix_cache_retained_blocks", "Blocks that hints keep in the cache.", stats.num_retained)
+        early = stats.num_early_evictions
+        yield self._counter("prefix_cache_early_evictions", "Those evicted before their time was over.", early)
         if stats.disk is not None:
             restored, disk = stats.restored_tokens, stats.disk
             yield self._counter("kv_cache_disk_tokens", "Tokens read from disk instead of being computed.", restored)

@@ -5,7 +5,7 @@ are known in all APIs, and not used in any.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -20,6 +20,15 @@ from enginewright.runtime.sampling.structured_outputs import StructuredOutputsPa
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.form import Include
 from enginewright.runtime.server.keys import Known, Unread, UnusedKeys, ignored, not_implemented, refused, used_keys
+from enginewright.runtime.server.retention import (
+    DEFAULT_TTL_S,
+    MAX_TTL_S,
+    CacheControl,
+    PromptCacheOptions,
+    RetentionDirective,
+    cache_controls,
+    seconds_of,
+)
 from enginewright.runtime.text.messages.formats import Parser
 from enginewright.runtime.text.tokenizer import Tokenizer
 
@@ -40,7 +49,9 @@ UNREAD: Mapping[str, Unread] = {
         "client_metadata",
         "metadata",
         "request_id",
+        "retention_scope",
         "safety_identifier",
+        "session_id",
         "user",
         "user_profile_id",
         "workspace_id",
@@ -54,6 +65,7 @@ UNREAD: Mapping[str, Unread] = {
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "retention_directives",
         "service_tier",
         "speed",
         "store",
@@ -152,9 +164,14 @@ SAMPLING = (
 # Keys of vLLM's for chats that other APIs take as well, under the same names.
 EXTRAS = (
     *(name for name in SAMPLING if name not in ("n", "prompt_logprobs", "stop", *CANDIDATES)),
+    "cache_control",
     "cache_salt",
     "chat_template_kwargs",
     "priority",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "retention_directives",
+    "session_id",
     "structured_outputs",
     "timeout",
 )
@@ -213,6 +230,11 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
     max_tokens: int | None = None  # maximum number of tokens of an answer
     cache_salt: str | None = None  # prompts with different salts share no cache blocks
     priority: int | None = None  # priority; lower values are more urgent
+    session_id: str | None = None  # name of the conversation, whose next prompt continues this one
+    cache_control: CacheControl | None = None  # the longest of all in the body (`read_keys`)
+    prompt_cache_options: PromptCacheOptions | None = None  # OpenAI's form of that
+    prompt_cache_retention: str | None = None  # OpenAI's older form: "in_memory" or "24h"
+    retention_directives: list[RetentionDirective] | None = None  # llm-d's form of that
     # vLLM's key with which the prompt's KV blocks are leased to another server, or fetched from one
     kv_transfer_params: dict[str, Any] | None = None
     timeout: float | None = None  # seconds from the request's arrival after which it ends
@@ -248,6 +270,22 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
     def sampling(self) -> dict[str, Any]:
         """Arguments of default_params, except for max_tokens and logprobs."""
         return {name: getattr(self, name) for name in SAMPLING} | {"structured_outputs": self._structure()}
+
+    @property
+    def ttl_s(self) -> float:
+        """Seconds within which the client expects to continue the prompt; 0: it gives no hint. Raises ApiError."""
+        found = [0.0]
+        if self.cache_control is not None:
+            ttl = self.cache_control.ttl
+            found.append(DEFAULT_TTL_S if ttl is None else seconds_of(ttl, "cache_control.ttl"))
+        if self.prompt_cache_options is not None and self.prompt_cache_options.ttl is not None:
+            found.append(seconds_of(self.prompt_cache_options.ttl, "prompt_cache_options.ttl"))
+        if self.prompt_cache_retention not in (None, "in_memory", "in-memory"):
+            found.append(seconds_of(self.prompt_cache_retention, "prompt_cache_retention"))
+        for place, one in enumerate(self.retention_directives or ()):
+            where = f"retention_directives[{place}].duration"
+            found.append(MAX_TTL_S if one.duration is None else seconds_of(one.duration, where))
+        return max(found)
 
     @property
     def structure_key(self) -> str:
@@ -407,8 +445,19 @@ def decode(body: bytes, known: Known, vocab_size: int, unused: UnusedKeys) -> An
 
 
 def read_keys(body: bytes, known: Known, unused: UnusedKeys) -> dict[str, Any]:
-    """The keys of a body that are used. Raises ApiError."""
-    return used_keys(_decode(body), known, unused)
+    """The keys of a body that are used, with the longest `cache_control` of all in it as its own. Raises ApiError."""
+    value = _decode(body)
+    keys = used_keys(value, known, unused)
+    if "cache_control" in known.read and (longest := max(_controls(value), default=None)):
+        keys["cache_control"] = {"ttl": longest}
+    return keys
+
+
+def _controls(body: dict[str, Any]) -> Iterator[float]:
+    """Seconds of each `cache_control` in a body. Raises ApiError."""
+    for where, value in cache_controls(body):
+        ttl = convert(value, CacheControl, where).ttl
+        yield DEFAULT_TTL_S if ttl is None else seconds_of(ttl, f"{where}.ttl")
 
 
 def body_of(keys: dict[str, Any], kind: type[S], vocab_size: int) -> S:

@@ -5,6 +5,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from enginewright.runtime.cache.disk import ReadEntries
+from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.sampling.request import SamplingRequest
 from enginewright.runtime.sampling.token_mask import Grammar
@@ -67,6 +68,7 @@ class TokenSequence:
     sibling_of: "TokenSequence | None" = None  # an earlier completion of the same prompt, whose KV it shares
     second_from: int = NEVER  # first position of the second text, if two texts are embedded as a pair
     work: WorkClass = DEFAULT_WORK  # priority and tenant
+    retention: Retention = NOT_RETAINED  # hint for what it leaves in the prefix cache
     is_beam: bool = False  # true of a beam: a beam search chooses its next token among the likeliest ones
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
     cache: CacheHandle = field(default_factory=CacheHandle)  # its holdings in the caches

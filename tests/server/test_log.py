@@ -26,7 +26,7 @@ from enginewright.runtime.server.log import FORMATS, LineHandler, RequestLog, Th
 from tests.helpers.serving import CHAT, COMPLETIONS, HELLO, NAN_TOKEN, read_all, running, tiny_engine, wait_until
 
 LONG = {"ignore_eos": True, "max_tokens": 4000}
-COMMON = ["ts", "level", "event", "request_id", "client_request_id", "status", "code"]
+COMMON = ["ts", "level", "event", "request_id", "client_request_id", "session_id", "status", "code"]
 FIGURES = ["model", "prompt_tokens", "cached_tokens", "output_tokens", "n", "queue_s", "first_token_s", "total_s"]
 FIGURES += ["tokens_per_s", "finish_reasons"]
 
@@ -54,7 +54,7 @@ def events(lines: list[str], event: str) -> list[dict[str, Any]]:
 def test_a_line_a_request() -> None:
     with logged() as lines, running() as server:
         body = {"prompt": list(range(3, 103)), "n": 2, "max_tokens": 10, "ignore_eos": True}
-        whole = server.post(COMPLETIONS, body, {"X-Request-Id": "mine-1"})
+        whole = server.post(COMPLETIONS, body, {"X-Request-Id": "mine-1", "X-Session-Id": "session-1"})
         again = server.complete([list(range(3, 103)), [5] * 7], stop_token_ids=[9], logit_bias={"9": 100})
         stream = server.chat(stream=True)
     assert whole.headers["x-request-id"] == "mine-1"
@@ -66,6 +66,7 @@ def test_a_line_a_request() -> None:
         assert line["tokens_per_s"] == pytest.approx(line["output_tokens"] / line["total_s"], rel=0.05)
         assert (line["status"], line["code"], line["model"]) == (200, None, server.service.models[0])
     assert (first["request_id"], first["client_request_id"]) == (whole.json["id"], "mine-1")
+    assert (first["session_id"], second["session_id"]) == ("session-1", None)
     assert (first["prompt_tokens"], first["output_tokens"], first["n"]) == (100, 20, 2)
     assert first["cached_tokens"] == 0 and first["finish_reasons"] == {"length": 2}
     assert (second["request_id"], second["client_request_id"]) == (again["id"], None)
