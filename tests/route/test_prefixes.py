@@ -76,6 +76,7 @@ def test_any_body_has_keys(data: bytes) -> None:
 )
 def test_the_continued_response(value: str, kept: str | None) -> None:
     assert read_body(f'{{"previous_response_id": {value}}}'.encode()).kept_id == kept
+    assert read_body(f'{{"session_id": {value}}}'.encode()).session == kept
 
 
 def test_a_deep_body_is_no_fault() -> None:

@@ -26,6 +26,7 @@ from enginewright.runtime.server.errors import ApiError, internal, shutting_down
 from enginewright.runtime.server.form import encode
 from enginewright.runtime.server.hosts import HostCheck
 from enginewright.runtime.server.log import CLIENT_GONE, MAX_PATH_CHARS, REQUEST_ID, log_event
+from enginewright.runtime.server.retention import session_of
 from enginewright.runtime.server.wire import BodyReader, ClientGone, header, send_error
 
 # Paths that any replica can answer. All others are refused: a replica may have paths that are not for clients.
@@ -212,7 +213,9 @@ def _routed(route: str, scope: Scope, body: bytes | None) -> tuple[RoutedRequest
     keys = read_body(body)
     credentials = (*header(scope, b"authorization"), *header(scope, b"x-api-key"))
     tenant = sha256(b"\0".join(credentials)).digest()
-    return RoutedRequest(route, scope["method"], target, headers, body, keys.keys(tenant)), keys.kept_id
+    named = session_of(scope, keys.session)
+    session = None if named is None else sha256(tenant + named.encode()).digest()
+    return RoutedRequest(route, scope["method"], target, headers, body, keys.keys(tenant), session), keys.kept_id
 
 
 def _without_body(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -1,7 +1,7 @@
 """The replicas together: which one takes a request, who is healthy, and what runs until the proxy ends."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,39 @@ if TYPE_CHECKING:
 # Bytes of prompt, about 32 tokens, whose computation weighs as much as one more running request. With 512, short
 # conversations moved too often: in benchmarks/route.py, 294,000 prompt tokens were computed, and 204,000 with 128.
 REQUEST_BYTES = 128
+MAX_SESSIONS = 1 << 16  # sessions whose replica is remembered
+
+
+class SessionMemory:
+    """The replicas that answered the most recent sessions last.
+
+    Args:
+        max_sessions: the maximum number of sessions.
+    """
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._replicas: OrderedDict[bytes, Replica] = OrderedDict()
+        self.num_moves = 0  # sessions that went on at another replica
+
+    def replica_of(self, session: bytes | None) -> Replica | None:
+        """The replica that answered a session last; None if that is not known."""
+        return None if session is None else self._replicas.get(session)
+
+    def remember(self, session: bytes | None, replica: Replica) -> None:
+        """Remembers the replica of a session.
+
+        Args:
+            session: the key of the session; None does nothing.
+            replica: the replica that has answered.
+        """
+        if session is None:
+            return
+        self.num_moves += self._replicas.get(session, replica) is not replica
+        self._replicas[session] = replica
+        self._replicas.move_to_end(session)
+        if len(self._replicas) > self._max_sessions:
+            self._replicas.popitem(last=False)
 
 
 class Fleet:
@@ -27,6 +60,7 @@ class Fleet:
     Attributes:
         config: the settings.
         replicas: the replicas.
+        sessions: the replicas of sessions.
         live: the requests under way.
         draining: True once no new requests are taken.
         answers: number of answers, by route and status.
@@ -39,6 +73,7 @@ class Fleet:
     def __init__(self, config: RouteConfig) -> None:
         self.config = config
         self.replicas = [Replica(url) for url in origins(config.replicas)]
+        self.sessions = SessionMemory()
         self.live: set[Forward] = set()
         self.draining = False
         self.answers: Counter[tuple[str, str]] = Counter()
@@ -78,22 +113,27 @@ class Fleet:
         """Replicas that take requests."""
         return [replica for replica in self.replicas if replica.is_healthy]
 
-    def choose(self, keys: Sequence[bytes], among: Collection[Replica]) -> Replica | None:
-        """The replica that has least to do for a prompt: the rest of the prompt, and its running requests.
+    def choose(self, keys: Sequence[bytes], among: Collection[Replica], session: bytes | None = None) -> Replica | None:
+        """The replica of a session, unless it is busy; else the one that has least to do for a prompt.
+
+        That is the rest of the prompt, and its running requests.
 
         Args:
             keys: the keys of the prompt.
             among: the replicas to choose from; those that are not healthy are left out.
+            session: the key of the prompt's session; None: it has none.
 
         Returns:
             The replica; None if none is healthy.
         """
         healthy = [replica for replica in among if replica.is_healthy]
         limit = min((len(one.running) for one in healthy), default=0) + self.config.max_lead
+        last = self.sessions.replica_of(session)
 
-        def rank(replica: Replica) -> tuple[bool, int, int]:
+        def rank(replica: Replica) -> tuple[bool, bool, int, int]:
             load, missing = len(replica.running), len(keys) - replica.prefixes.match(keys)
-            return load > limit, missing * CHUNK_BYTES + load * REQUEST_BYTES, replica.outcomes.total()
+            cost = missing * CHUNK_BYTES + load * REQUEST_BYTES
+            return load > limit, replica is not last, cost, replica.outcomes.total()
 
         return min(healthy, key=rank, default=None)
 

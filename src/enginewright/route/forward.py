@@ -45,6 +45,7 @@ class RoutedRequest:
     headers: list[tuple[bytes, bytes]]  # headers that are passed on
     body: bytes | None = None  # body without encoding; None for methods without one
     keys: Sequence[bytes] = ()  # keys of its prompt
+    session: bytes | None = None  # key of its session; None: it names none
 
     def to(self, replica: Replica) -> httpx2.Request:
         """The request to a replica."""
@@ -128,7 +129,7 @@ class Forward:
         error: Answer | ApiError = no_replica()
         for _ in range(MAX_ROUNDS):
             left = list(self._among)
-            while (replica := self._fleet.choose(self._request.keys, left)) is not None:
+            while (replica := self._fleet.choose(self._request.keys, left, self._request.session)) is not None:
                 left.remove(replica)
                 answer = await self._attempt(replica, send)
                 if answer is None:
@@ -192,6 +193,7 @@ class Forward:
             replica.outcomes[outcome] += 1
         if response.status_code < 400:
             replica.prefixes.remember(self._request.keys)
+            self._fleet.sessions.remember(self._request.session, replica)
             replica.prompt_chunks += len(self._request.keys)
             replica.matched_chunks += matched
         if answer is not None:

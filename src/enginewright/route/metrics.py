@@ -46,6 +46,9 @@ class RouteMetrics(MetricsText):
         answered, matched = "Prompts that were answered.", "Those that the replica had answered before."
         yield self._counter("prompt_bytes", answered, lambda one: one.prompt_chunks * CHUNK_BYTES)
         yield self._counter("prompt_matched_bytes", matched, lambda one: one.matched_chunks * CHUNK_BYTES)
+        moves = CounterMetricFamily(PREFIX + "session_moves", "Sessions that went on at another replica.", labels=[])
+        moves.add_metric([], self._fleet.sessions.num_moves)
+        yield moves
         buckets, total = self._fleet.first_byte.buckets()
         first_byte = HistogramMetricFamily(
             PREFIX + "first_byte_seconds", "Until the first byte of an answer.", labels=[]

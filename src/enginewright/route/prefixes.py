@@ -22,6 +22,7 @@ class RoutedBody(msgspec.Struct):
 
     model: msgspec.Raw = NO_RAW  # name of the model
     cache_salt: msgspec.Raw = NO_RAW  # salt of the prefix cache
+    session_id: msgspec.Raw = NO_RAW  # name of the session
     tools: msgspec.Raw = NO_RAW  # tools of all APIs
     system: msgspec.Raw = NO_RAW  # system prompt of Anthropic's API
     instructions: msgspec.Raw = NO_RAW  # system prompt of the Responses API
@@ -33,12 +34,12 @@ class RoutedBody(msgspec.Struct):
     @property
     def kept_id(self) -> str | None:
         """The id of the response that is continued; None if there is none."""
-        try:
-            return (
-                msgspec.json.decode(self.previous_response_id, type=str) if bytes(self.previous_response_id) else None
-            )
-        except msgspec.MsgspecError:
-            return None  # null, or a value that the replica refuses
+        return _text(self.previous_response_id)
+
+    @property
+    def session(self) -> str | None:
+        """The name of the session; None if there is none."""
+        return _text(self.session_id)
 
     def keys(self, tenant: bytes) -> list[bytes]:
         """Chained keys of the prompt's chunks; the last chunk counts only if it is full.
@@ -54,6 +55,14 @@ class RoutedBody(msgspec.Struct):
             key = sha256(key + text[start : start + CHUNK_BYTES]).digest()
             keys.append(key)
         return keys
+
+
+def _text(value: msgspec.Raw) -> str | None:
+    """A text of a body; None if it is missing, null, or a value that the replica refuses."""
+    try:
+        return msgspec.json.decode(value, type=str) if bytes(value) else None
+    except msgspec.MsgspecError:
+        return None
 
 
 def read_body(data: bytes) -> RoutedBody:
