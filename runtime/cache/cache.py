@@ -15,6 +15,23 @@ from enginewright.runtime.cache.pool import Pool
 from enginewright.runtime.cache.recurrent import StateSlots
 
 
+def shared_block_size(groups: Sequence[CacheGroup]) -> int | None:
+    """Number of tokens of a block that can be shared, which has one key.
+
+    Args:
+        groups: the plan's cache groups.
+
+    Returns:
+        None if the groups' sizes do not fit together, so that nothing is shared.
+    """
+    paged = {group.block_size for group in groups if isinstance(group, PagedCache)}
+    snapshots = {group.snapshot_tokens for group in groups if not isinstance(group, PagedCache)}
+    size = min(paged or snapshots, default=None)
+    if size is None or len(paged) > 1 or any(tokens % size for tokens in snapshots):
+        return None
+    return size
+
+
 class Cache:
     """Allocates, shares and releases the blocks and slots of sequences in all cache groups.
 
@@ -43,11 +60,7 @@ class Cache:
         paged = {group.block_size for group in groups if isinstance(group, PagedCache)}
         snapshots = {group.snapshot_tokens for group in groups if not isinstance(group, PagedCache)}
         self.stride = gcd(*paged, *snapshots)  # what a sequence holds changes only at multiples of this
-        # Number of tokens of a block that can be shared, which has one key. None: the groups' sizes do not fit
-        # together, so nothing is shared.
-        self.block_size: int | None = min(paged or snapshots, default=None)
-        if len(paged) > 1 or any(tokens % (self.block_size or 1) for tokens in snapshots):
-            self.block_size = None
+        self.block_size = shared_block_size(groups)
         self.has_snapshots = self.block_size is not None and len(snapshots) > 0
         self._kinds: list[CacheKind[Any]] = [
             PagedBlocks(group, count, chunk, clock)
