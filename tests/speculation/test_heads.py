@@ -60,7 +60,7 @@ HEADS = (*CHAINS, *(f"medusa {case}" for case in MEDUSA))
 DRAFTING = [f"all-experts {case}" if case in ALL_EXPERTS else case for case in CHAINS]
 # One of each form in which heads come, and of each kind of layer; tests/long has the others.
 SOME_DRAFTING = ["all-experts glm4_moe", "qwen3_5_text", "eagle llama", "eagle llama-own-embedding"]
-SOME_HEADS = ["glm4_moe_lite", "qwen3_5_text", "eagle llama-normed", "medusa llama"]
+SOME_HEADS = ["qwen3_5_text", "eagle llama-normed", "medusa llama"]
 QUANTIZED = [
     (case, quant)
     for case in ("untied qwen3_5_text", "eagle llama", "eagle qwen3_5_text", "medusa llama", "medusa llama-vllm")
