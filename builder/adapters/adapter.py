@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from enginewright.builder.adapters.experts import ExpertsPart
 from enginewright.builder.adapters.peft_config import ADAPTER_CONFIG, PeftConfig, read_peft_config
 from enginewright.builder.checkpoint.files import SourceFolder
 from enginewright.builder.checkpoint.folder import TensorFolder
@@ -15,6 +16,7 @@ from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 
 PREFIX = "base_model.model."  # of every name in the file
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EXPERTS, WRAPPED = ".experts", ".base_layer"  # ends of names of modules
 MAX_RANK = 4096  # far above any known adapter
 
 # End of a tensor's name → field of ModuleUpdate. What follows none of them replaces a tensor of the model.
@@ -42,6 +44,17 @@ class ModuleUpdate:
 
     module: str  # name of the module, such as model.layers.0.self_attn.q_proj
     parts: dict[str, str] = field(default_factory=dict)  # value of PARTS → name of the tensor
+
+    @property
+    def experts_module(self) -> str | None:
+        """Name of the module with the experts whose matrices have these factors; None if they are of one layer.
+
+        PEFT wraps a module once for each of its parameters.
+        """
+        name = self.module
+        while name.endswith(WRAPPED):
+            name = name.removesuffix(WRAPPED)
+        return name if "a" in self.parts and name.endswith(EXPERTS) else None
 
     @property
     def changes_weight(self) -> bool:
@@ -128,16 +141,19 @@ class Adapter:
             raise EngineError(f"tensor {name} of the adapter {self.name} has numbers that are not finite")
         return values
 
-    def product(self, update: ModuleUpdate) -> torch.Tensor | None:
+    def product(self, update: ModuleUpdate, part: ExpertsPart | None = None) -> torch.Tensor | None:
         """Computes what an update adds to a module's weight, without `weight`.
 
         Args:
             update: the update.
+            part: the tensor of experts that it is computed for.
 
         Returns:
             scale · B · A in fp32, [out, in], and of an embedding [tokens, columns]; None if it has no such factors.
         """
-        scale = self.config.scale_of(update.module)
+        scale = self.config.scale_of(update.module if part is None else part.parameter)
+        if part is not None:
+            return scale * part.of(self.read(update, "a"), self.read(update, "b"))
         if "a" in update.parts:
             return scale * (self.read(update, "b") @ self.read(update, "a"))
         if "embedding_a" in update.parts:
@@ -181,6 +197,10 @@ class Adapter:
             if len(shape_a) != 2 or len(shape_b) != 2:
                 why = f"{update.module} has factors of shape {list(shape_a)} and {list(shape_b)}"
                 raise UnsupportedModelError(f"the adapter {self.name} is not of linear layers", why)
+            if (update.experts_module is not None) != self.config.adapts_experts and update.module.endswith(EXPERTS):
+                raise self.error(f"{update.module} has factors, and target_parameters does not name it")
+            if update.experts_module is not None:
+                continue  # their shapes depend on the number of experts
             rank = self.config.rank_of(update.module)
             if not shape_a[0] == shape_b[1] == rank <= MAX_RANK:
                 raise self.error(

@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
+from enginewright.builder.adapters.experts import ExpertsPart, find_parts
 from enginewright.builder.checkpoint.base import Checkpoint, TensorInfo, TokenizerFiles
 from enginewright.builder.checkpoint.quantized import format_name
 from enginewright.builder.pooling import Pooling
@@ -23,7 +24,13 @@ TABLE = "embed_tokens"  # last part of the name of that embedding
 
 ADAPTER_PREFIX = "adapter-"  # of the number of an adapter, in names of source files
 
-Update = tuple[Adapter, ModuleUpdate]
+
+class Change(NamedTuple):
+    """An update of one tensor."""
+
+    adapter: Adapter  # adapter that it is of
+    update: ModuleUpdate  # update of the tensor's module
+    part: ExpertsPart | None = None  # part of an update of experts; None: it is of one layer
 
 
 def open_merged(checkpoint: Checkpoint, adapters: Sequence[str]) -> Checkpoint:
@@ -101,7 +108,7 @@ class MergedCheckpoint:
                 fix="Merge them into the model that the checkpoint was quantized from, and use --quant.",
             )
         self._base, self._adapters = base, adapters
-        self._updates: dict[str, list[Update]] = {}  # name of a tensor → updates that change it
+        self._updates: dict[str, list[Change]] = {}  # name of a tensor → updates that change it
         self._untied: dict[str, str] = {}  # name of a tensor that the base lacks → tensor of the base that it begins as
         for adapter in adapters:
             for update in adapter.updates.values():
@@ -166,8 +173,8 @@ class MergedCheckpoint:
         if name not in self.tensors or (name not in self._updates and name not in self._untied):
             return values
         values = values.float()
-        for adapter, update in self._updates.get(name, ()):
-            values = (_with_bias if name.endswith(".bias") else _with_weight)(values, adapter, update)
+        for change in self._updates.get(name, ()):
+            values = (_with_bias if name.endswith(".bias") else _with_weight)(values, change)
         return values
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
@@ -175,6 +182,10 @@ class MergedCheckpoint:
 
     def _add(self, adapter: Adapter, update: ModuleUpdate) -> None:
         """Finds the tensors that an update changes, and checks its shapes."""
+        if update.experts_module is not None:
+            for part in self._parts_of_experts(adapter, update, update.experts_module):
+                self._updates.setdefault(part.tensor, []).append(Change(adapter, update, part))
+            return
         kinds = (*(["weight"] if update.changes_weight else []), *(["bias"] if update.changes_bias else []))
         for kind in kinds:
             name = f"{update.module}.{kind}"
@@ -183,12 +194,25 @@ class MergedCheckpoint:
             elif name not in self._base.tensors:
                 raise _no_tensor(adapter, name)
             _check_shape(adapter, update, kind, self._shape_of(name))
-            self._updates.setdefault(name, []).append((adapter, update))
+            self._updates.setdefault(name, []).append(Change(adapter, update))
         # PEFT changes the embedding alone, while the head keeps the model's weight; only rows of tokens change both.
         head = f"{HEAD}.weight"
         is_table = update.module.rpartition(".")[2] == TABLE and head not in self._base.tensors
         if is_table and update.parts.keys() & {"embedding_a", "weight"}:
             self._untied.setdefault(head, f"{update.module}.weight")
+
+    def _parts_of_experts(self, adapter: Adapter, update: ModuleUpdate, module: str) -> Sequence[ExpertsPart]:
+        """Finds the parameter of experts that an update's shapes fit, as its tensors in the checkpoint."""
+        shapes = adapter.shape(update, "a"), adapter.shape(update, "b")
+        found = find_parts(module, self._base.tensors)
+        for parts in found.values():
+            experts, rows, columns = parts[0].shape
+            rank = adapter.config.rank_of(parts[0].parameter)
+            if shapes == ((experts * rank, columns), (rows, experts * rank)):
+                return parts
+        if not found:
+            raise _no_tensor(adapter, module)
+        raise adapter.error(f"{update.module} has factors {list(shapes[0])} and {list(shapes[1])}, as no parameter has")
 
     def _table(self, adapter: Adapter, head: str) -> str:
         """The embedding's weight, which is the head's as well."""
@@ -234,9 +258,9 @@ def _check_shape(adapter: Adapter, update: ModuleUpdate, kind: str, shape: tuple
             )
 
 
-def _check_combination(updates: Sequence[Update]) -> None:
+def _check_combination(updates: Sequence[Change]) -> None:
     """Refuses updates of one tensor whose result would depend on their order, or that have a weight without meaning."""
-    for adapter, update in updates:
+    for adapter, update, _ in updates:
         if update.is_linear_in_scale:
             continue
         if adapter.weight != 1:
@@ -244,15 +268,16 @@ def _check_combination(updates: Sequence[Update]) -> None:
                 f"the adapter {adapter.name} cannot have a weight", f"it replaces numbers of {update.module}"
             )
         if len(updates) > 1:
-            names = " and ".join(one.name for one, _ in updates)
+            names = " and ".join(one.name for one, _, _ in updates)
             raise UsageError(f"the adapters {names} cannot be combined", f"{adapter.name} replaces {update.module}")
 
 
-def _with_weight(values: torch.Tensor, adapter: Adapter, update: ModuleUpdate) -> torch.Tensor:
-    """Applies an update to a module's weight, in fp32; values: as the checkpoint stores them."""
+def _with_weight(values: torch.Tensor, change: Change) -> torch.Tensor:
+    """Applies a change to a module's weight, in fp32; values: as the checkpoint stores them."""
+    adapter, update, part = change
     if "weight" in update.parts:
         values = adapter.read(update, "weight")
-    product = adapter.product(update)
+    product = adapter.product(update, part)
     if product is not None:
         is_transposed = adapter.config.fan_in_fan_out and "a" in update.parts
         values = values + adapter.weight * (product.t() if is_transposed else product)
@@ -268,8 +293,9 @@ def _with_weight(values: torch.Tensor, adapter: Adapter, update: ModuleUpdate) -
     return values
 
 
-def _with_bias(values: torch.Tensor, adapter: Adapter, update: ModuleUpdate) -> torch.Tensor:
-    """Applies an update to a module's bias, in fp32."""
+def _with_bias(values: torch.Tensor, change: Change) -> torch.Tensor:
+    """Applies a change to a module's bias, in fp32."""
+    adapter, update, _ = change
     if "bias" in update.parts:
         values = adapter.read(update, "bias")
     if "b_bias" in update.parts:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from enginewright.builder.adapters.experts import DOWN, GATE_UP
 from enginewright.builder.config import ConfigReader
 
 T = TypeVar("T")
@@ -47,7 +48,6 @@ REFUSED = (
     "kasa_config",
     "layer_replication",
     "monteclora_config",
-    "target_parameters",
     "use_bdlora",
     "use_qalora",
 )
@@ -67,6 +67,7 @@ class PeftConfig:
     use_rslora: bool  # True: products are scaled by alpha / √rank instead of alpha / rank
     use_dora: bool  # True: rows of merged weights are scaled to learned lengths
     fan_in_fan_out: bool  # True: weights are stored [in, out]
+    adapts_experts: bool  # True: `target_parameters` name the matrices of experts
     token_indices: Mapping[str, tuple[int, ...]]  # name of an embedding, or "" → ids of tokens with rows of their own
 
     def rank_of(self, module: str) -> int:
@@ -113,6 +114,7 @@ def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:
         use_rslora=config.read(bool, "use_rslora", default=False),
         use_dora=config.read(bool, "use_dora", default=False),
         fan_in_fan_out=config.read(bool, "fan_in_fan_out", default=False),
+        adapts_experts=_adapts_experts(config),
         token_indices=_token_indices(config, is_by_name=isinstance(values.get("trainable_token_indices"), Mapping)),
     )
     config.refuse_any_unread(HARMLESS.keys())
@@ -131,6 +133,16 @@ def _check_init(config: ConfigReader) -> None:
         )
     if init not in INITS:
         raise config.unsupported(f"init_lora_weights = {init!r}", "It is not known if it changes the base model.")
+
+
+def _adapts_experts(config: ConfigReader) -> bool:
+    names = config.read_list(str, "target_parameters") or []
+    for name in names:
+        if name.rpartition(".")[2] not in (GATE_UP, DOWN):
+            raise config.unsupported(
+                f"target_parameters has {name!r}", f"{GATE_UP} and {DOWN} of experts can be used, and target_modules."
+            )
+    return bool(names)
 
 
 def _patterns(config: ConfigReader, key: str) -> dict[re.Pattern[str], float]:

@@ -14,15 +14,20 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from enginewright.builder.adapters import Adapter, MergedCheckpoint, open_merged
+from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from tests import tolerances
 from tests.helpers.command import run_engine
 from tests.helpers.graphs import content
-from tests.helpers.tiny import HYBRIDS, MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.tiny import HYBRIDS, MemoryCheckpoint, saved, tiny_checkpoint, tiny_config, tiny_model
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 TIED = {"tie_word_embeddings": True}
+EXPERTS: dict[str, Any] = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
@@ -95,6 +100,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt2", {}, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     ("gpt2", {}, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
     ("deepseek_v3", {}, {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}),
+    ("mixtral", {}, EXPERTS),
+    (
+        "qwen3_moe",
+        {},
+        {**EXPERTS, "rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {"down_proj": 9}},
+    ),
+    ("gpt_oss", {}, EXPERTS),
+    ("deepseek_v3", {}, {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]}),
     ("qwen3_next", {}, {"target_modules": ["q_proj", "in_proj_qkvz", "out_proj"]}),
     ("falcon_h1", {}, {"target_modules": ["in_proj", "q_proj", "gate_proj"]}),
 ]
@@ -115,6 +128,22 @@ def test_a_merged_model_is_what_peft_runs(
     tolerance = tolerances.MERGED_HYBRID_LOGITS if family in HYBRIDS else tolerances.DENSE_LOGITS
     assert (logits(as_model(merged), tokens) - expected).abs().max() < tolerance
     build_graph(merged)  # the builder finds all that it needs, and uses all that there is
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_of_saved_checkpoints(tmp_path: Path, family: str) -> None:
+    """transformers saves the matrices of each expert by themselves, most of them under other names."""
+    config = tiny_config(family)
+    model = tiny_model(config)
+    saved(model.to(torch.bfloat16), tmp_path / "base")
+    adapted = trained(model.float(), tmp_path / "adapter", **EXPERTS | {"target_modules": ["o_proj"]})
+    saved(adapted.merge_and_unload(), tmp_path / "merged")
+    merged = open_merged(open_checkpoint(str(tmp_path / "base")), [str(tmp_path / "adapter")])
+    expected = open_checkpoint(str(tmp_path / "merged"))
+    assert merged.tensors.keys() == expected.tensors.keys()
+    for name in merged.tensors:
+        assert torch.allclose(merged.read(name).float(), expected.read(name), rtol=0, atol=1e-6), name
+    build_graph(merged)
 
 
 def test_two_weighted_adapters(tmp_path: Path) -> None:
@@ -168,7 +197,7 @@ NAN = torch.full((7, 48), float("nan"))
         ({"init_lora_weights": "pissa_niter_4"}, {}, UnsupportedModelError, "pissa_niter_4"),
         ({"init_lora_weights": "mine"}, {}, UnsupportedModelError, "'mine'"),
         ({"alora_invocation_tokens": [1]}, {}, UnsupportedModelError, "alora_invocation_tokens"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, {}, UnsupportedModelError, "target_parameters"),
+        ({"target_parameters": ["q_proj.weight"]}, {}, UnsupportedModelError, "target_parameters has 'q_proj.weight'"),
         ({"bias": "some"}, {}, EngineError, "bias is 'some'"),
         ({"use_dora": True}, {}, EngineError, "use_dora is True"),
         ({"rank_pattern": {"(a+)+b": 7}}, {}, UnsupportedModelError, r"could take long"),
