@@ -9,11 +9,12 @@ from enginewright.runtime.count import format_bytes
 
 TEXTS = (
     *("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic", "kv_cache_dir"),
-    *("kv_role", "kv_listen", "kv_secret_file"),
+    *("kv_cache_remote", "kv_cache_listen", "kv_role", "kv_listen", "kv_secret_file"),
 )
-BYTES = ("kv_cache_memory", "kv_cache_disk", "grammar_memory")
+BYTES = ("kv_cache_memory", "kv_cache_disk", "kv_cache_share", "grammar_memory")
 FLAGS = ("enable_prefix_caching", "mmap")  # limits that are True or False
 KV_ROLES = ("prefill", "decode", "both")
+S3, TCP = "s3://", "tcp://"  # what kv_cache_remote begins with
 SPECULATE = ("off", NGRAM, *ROLES)
 MIN_GRAMMAR_MEMORY = 64 << 20  # bytes; one grammar usually takes 4 MiB, and may take a sixteenth of the memory
 MAX_DRAFT_TOKENS = 32  # maximum number of draft tokens of a sequence in a step
@@ -52,6 +53,10 @@ class RuntimeConfig:
     kv_events_topic: str = ""  # prefix of each message
     kv_cache_disk: int | None = None  # bytes of files that keep blocks of the prefix cache
     kv_cache_dir: str | None = None  # folder of these files; None is one in the user's cache folder
+    # Place where servers share blocks of the prefix cache: a bucket (s3://…), or the memory of a peer (tcp://HOST:PORT).
+    kv_cache_remote: str | None = None
+    kv_cache_share: int | None = None  # bytes of this server's memory in which it keeps blocks for itself and others
+    kv_cache_listen: str | None = None  # HOST:PORT where others read and write these blocks
     # Part of the work where prefill and decode are apart, one of KV_ROLES; None is both parts of each answer.
     kv_role: str | None = None
     kv_listen: str | None = None  # HOST:PORT where other servers fetch prompts; None is a free port of 127.0.0.1
@@ -75,35 +80,76 @@ class RuntimeConfig:
         if self.kv_cache_disk is None and self.kv_cache_dir is not None:
             raise UsageError("kv_cache_dir needs kv_cache_disk", "nothing is kept on disk without it")
         self._check_kv_role()
-
-    def _check_kv_role(self) -> None:
-        if self.kv_role is None:
-            if self.kv_listen is not None or self.kv_secret_file is not None:
-                raise UsageError("kv_listen and kv_secret_file need kv_role", "no KV blocks move without it")
-            return
-        if self.kv_role not in KV_ROLES:
-            raise UsageError(f"kv_role is {shorten(self.kv_role)}", f"it must be one of {', '.join(KV_ROLES)}")
-        if self.kv_secret_file is None:
+        self._check_shared_kv_cache()
+        uses = [name for name in ("kv_role", "kv_cache_remote", "kv_cache_share") if getattr(self, name) is not None]
+        if uses and self.kv_secret_file is None:
             raise UsageError(
-                "kv_role needs kv_secret_file",
+                f"{uses[0]} needs kv_secret_file",
                 "KV blocks move only between servers that know one secret",
                 "Make one: openssl rand -hex 32 > FILE, and copy it to each server.",
             )
+        if not uses and self.kv_secret_file is not None:
+            raise UsageError("kv_secret_file needs kv_role or kv_cache_remote", "no KV blocks move without it")
+
+    def _check_kv_role(self) -> None:
+        if self.kv_role is None:
+            if self.kv_listen is not None:
+                raise UsageError("kv_listen needs kv_role", "no leases are given without it")
+            return
+        if self.kv_role not in KV_ROLES:
+            raise UsageError(f"kv_role is {shorten(self.kv_role)}", f"it must be one of {', '.join(KV_ROLES)}")
         if self.kv_listen is None:
             return
         if self.kv_role == "decode":
             raise UsageError("kv_listen is for servers that prefill", "this one only fetches")
-        host, _, port = self.kv_listen.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise UsageError(f"kv_listen is {shorten(self.kv_listen)}", "it must be HOST:PORT")
-        if host in ("0.0.0.0", "::", "[::]"):
+        _check_address("kv_listen", self.kv_listen)
+        if split_address(self.kv_listen)[0] in ("0.0.0.0", "::"):
             fix = "Give the address by which the servers that decode reach this one."
             raise UsageError(f"kv_listen is {self.kv_listen}", "other servers cannot reach this address", fix)
+
+    def _check_shared_kv_cache(self) -> None:
+        if (self.kv_cache_share is None) != (self.kv_cache_listen is None):
+            raise UsageError("kv_cache_share and kv_cache_listen go together", "one says how much, the other where")
+        if self.kv_cache_listen is not None:
+            _check_address("kv_cache_listen", self.kv_cache_listen)
+        if self.kv_cache_remote is None:
+            return
+        if self.kv_cache_share is not None:
+            why = "blocks are shared in one place: a bucket, a peer's memory, or this server's own"
+            raise UsageError("kv_cache_remote and kv_cache_share exclude each other", why)
+        if self.kv_cache_remote.startswith(TCP):
+            _check_address("kv_cache_remote", self.kv_cache_remote.removeprefix(TCP), TCP)
+        elif not self.kv_cache_remote.startswith(S3):
+            why = f"it must be {S3}BUCKET/PREFIX or {TCP}HOST:PORT"
+            raise UsageError(f"kv_cache_remote is {shorten(self.kv_cache_remote)}", why)
+
+    @property
+    def shares_kv_cache(self) -> bool:
+        """True if the prefix cache is shared with other servers."""
+        return self.kv_cache_remote is not None or self.kv_cache_share is not None
+
+    @property
+    def has_stores(self) -> bool:
+        """True if the prefix cache is kept outside the engine's memory, too."""
+        return self.kv_cache_disk is not None or self.shares_kv_cache
 
     @property
     def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens of a sequence in a step; 0 without speculation."""
         return 0 if self.speculate in (None, "off") else self.speculate_tokens
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, which RuntimeConfig has checked."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _check_address(name: str, address: str, scheme: str = "") -> None:
+    """Raises UsageError if an address is not HOST:PORT, after the scheme if there is one."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{name} is {shorten(scheme + address)}", f"it must be {scheme}HOST:PORT")
 
 
 def _check_limit(name: str, value: Any) -> None:

@@ -59,6 +59,23 @@ def source_date() -> datetime | None:
     return datetime.fromtimestamp(int(text), UTC)
 
 
+def aws_credentials() -> tuple[str | None, str | None, str | None]:
+    """AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN: the key that signs requests to S3."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    key_id, secret, token = (os.environ.get(name) or None for name in names)
+    return key_id, secret, token
+
+
+def aws_region() -> str:
+    """AWS_REGION or AWS_DEFAULT_REGION: region of S3 buckets whose URL names none."""
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+
+
+def aws_endpoint() -> str | None:
+    """AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL: origin of the S3 server of buckets whose URL names none."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+
+
 def cache_folder() -> Path:
     """XDG_CACHE_HOME: folder of ours for files that can be made again; it may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME", "")

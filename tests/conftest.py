@@ -180,11 +180,11 @@ def speculation_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reading_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes reading from disk pay on any machine, although tiny models are computed faster than their KV is read."""
+    """Makes reading from stores pay on any machine, although tiny models are computed faster than KV is read."""
     from enginewright.runtime.scheduler import scheduler, stored
 
-    def patient(cache: Any, prefixes: Any, store: Any, writer: Any, seconds: Any) -> stored.StoredPrefixes:
-        return stored.StoredPrefixes(cache, prefixes, store, writer, lambda *_: None)
+    def patient(cache: Any, prefixes: Any, stores: Any, writer: Any, seconds: Any) -> stored.StoredPrefixes:
+        return stored.StoredPrefixes(cache, prefixes, stores, writer, lambda *_: None)
 
     monkeypatch.setattr(scheduler, "StoredPrefixes", patient)
     monkeypatch.setattr(stored, "LONGEST_S", 60.0)

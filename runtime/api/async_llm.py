@@ -15,8 +15,8 @@ from enginewright.runtime.api.collector import Collector
 from enginewright.runtime.api.embeddings import Vector, not_finite
 from enginewright.runtime.api.engine_thread import EngineThread, close_all
 from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
-from enginewright.runtime.cache.disk import ReadEntries
 from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
+from enginewright.runtime.cache.store import ReadEntries
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
 from enginewright.runtime.core.engine_core import EngineCore

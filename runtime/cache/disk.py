@@ -7,7 +7,6 @@ and may vanish at any time, so several processes can use one folder. KV caches r
 computed from, and answers are computed from them, so no other user may read them or write into the folder.
 """
 
-import json
 import logging
 import os
 import re
@@ -15,60 +14,28 @@ import stat
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from threading import Event
 
-import msgspec
-
-from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.plan import CacheGroup
 from enginewright.regular_file import read_regular
+from enginewright.runtime.cache.store import Entry, FoundEntries, PrefixStore
 from enginewright.runtime.count import format_bytes
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # version of the entries' layout
 HASH_BYTES = 32
-MAX_PENDING_BYTES = 64 << 20  # bytes that may wait to be written; entries beyond this are not kept
 SCAN_S = 1.0  # seconds to wait for the scan of a large folder; entries found later than that are used from then on
 STALE_S = 600.0  # age in seconds from which an unfinished file counts as abandoned: no write takes that long
 ENTRY = re.compile(r"(?P<group>\d+)-(?P<key>[0-9a-f]{64})")
 IDENTITY = re.compile(r"[0-9a-f]{64}")
 
-Entry = tuple[int, bytes]  # the index of a cache group, and the key of a block or snapshot in it
 
-
-def identity_of(content_hash: str, isa: str, groups: Sequence[CacheGroup]) -> str:
-    """Hash of all that an entry's bytes depend on: the engine, the code that computes, and the layout of a place.
-
-    The code for CPUs is in the extension module. That for GPUs is in the engine file, so its content hash covers it.
-
-    Args:
-        content_hash: of the engine file.
-        isa: instruction set of the CPU, or architecture of the GPU.
-        groups: the plan's cache groups.
-
-    Returns:
-        64 hexadecimal digits.
-    """
-    with open(_cpu.__file__, "rb") as code:
-        facts = [FORMAT, content_hash, file_digest(code, "sha256").hexdigest(), isa, msgspec.to_builtins(groups)]
-    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-class ReadEntries(msgspec.Struct, frozen=True):
-    """Result of a read from disk."""
-
-    contents: Mapping[Entry, bytes | memoryview]  # bytes of each entry, without those that are missing
-    seconds: float  # duration of the read
-
-
-class DiskStore:
-    """The entries of one engine. Two threads of its own read, write and remove files. One other thread calls it.
+class DiskStore(PrefixStore):
+    """The entries of one engine in files. One thread reads, and one writes and removes.
 
     Where entries take more than `capacity_bytes`, the least recently used are removed. Entries of other engines count,
     too, as they were when the store was opened.
@@ -84,8 +51,8 @@ class DiskStore:
     """
 
     def __init__(self, folder: Path, identity: str, capacity_bytes: int, place_bytes: Sequence[int]) -> None:
+        super().__init__([HASH_BYTES + size for size in place_bytes], "kv-cache", readers=1, writers=1)
         self._folder, self._identity, self._capacity_bytes = folder, identity, capacity_bytes
-        self._sizes = [HASH_BYTES + size for size in place_bytes]
         if capacity_bytes < sum(self._sizes):
             min_size = format_bytes(sum(self._sizes))
             raise UsageError(
@@ -96,66 +63,42 @@ class DiskStore:
         # For each group, the keys of entries that exist or are being written. The caller and both threads change it;
         # the caller reads it.
         self.keys: tuple[set[bytes], ...] = tuple(set() for _ in place_bytes)
-        self._pending: dict[Entry, Callable[[], bytes]] = {}  # content of entries that are not written yet
-        # Each counter is increased by one thread only: two would lose counts.
-        self._queued_bytes = self._done_bytes = 0  # increased by the caller and by the writer
-        self._write_failures = self._read_failures = 0
-        self._scanned, self._opened = Event(), time.monotonic()
+        self._write_failures = self._read_failures = 0  # each is increased by one thread only: two would lose counts
         self._broken = False  # nothing can be written
         self.num_bytes = 0  # of all entries
         # Sizes in bytes by path below the folder, the least recently used first. Only the writer uses it.
         self._files: OrderedDict[str, int] = OrderedDict()
-        self._reader = ThreadPoolExecutor(1, "kv-cache-read")
-        self._writer = ThreadPoolExecutor(1, "kv-cache-write")
+        self._scanned = Event()
         self._writer.submit(self._guarded, self._scan)
+        self._found = self._reader.submit(self._wait_for_scan)
 
     @property
-    def is_scanned(self) -> bool:
-        """True if entries of earlier processes can be found, or if SCAN_S has passed."""
-        return self._scanned.is_set() or time.monotonic() > self._opened + SCAN_S
-
-    def wait_for_scan(self, seconds: float) -> None:
-        """Waits until entries of earlier processes can be found, at most `seconds`."""
-        self._scanned.wait(seconds)
+    def takes_entries(self) -> bool:
+        return not self._broken
 
     @property
     def num_failures(self) -> int:
         """Number of files that could not be written or read, or were damaged."""
         return self._write_failures + self._read_failures
 
-    def has_room(self, group: int) -> bool:
-        """True if one more entry of a group can be kept, that is, if not too much waits to be written already.
+    def has(self, entry: Entry) -> bool:
+        return entry[1] in self.keys[entry[0]]
 
-        If nothing waits, an entry of any size can: a recurrent state may be larger than MAX_PENDING_BYTES.
-        """
-        pending = self._queued_bytes - self._done_bytes
-        return not self._broken and (not pending or pending + self._sizes[group] <= MAX_PENDING_BYTES)
+    def find(self, keys: Sequence[bytes]) -> "Future[FoundEntries]":
+        """All entries of the folder, once it has been scanned, or SCAN_S has passed."""
+        return self._found
 
     def save(self, entry: Entry, content: Callable[[], bytes]) -> None:
-        """Queues an entry to be written. The caller has checked `has_room`.
-
-        Args:
-            entry: group and key.
-            content: returns the bytes; it is called in another thread.
-        """
-        group, key = entry
-        self.keys[group].add(key)
-        self._pending[entry] = content
-        self._queued_bytes += self._sizes[group]
-        self._writer.submit(self._guarded, self._write, entry)
+        self.keys[entry[0]].add(entry[1])
+        super().save(entry, content)
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """Counts these entries as used now. The first of them will be the last to be removed."""
         self._writer.submit(self._guarded, self._touch, [self._path(*entry) for entry in reversed(entries)])
 
-    def read(self, entries: Sequence[Entry]) -> "Future[ReadEntries]":
-        """Begins to read entries in order, up to the first that is missing."""
-        return self._reader.submit(self._read, entries)
-
-    def close(self) -> None:
-        """Writes what is queued, and ends the threads."""
-        self._reader.shutdown(cancel_futures=True)
-        self._writer.shutdown()
+    def _wait_for_scan(self) -> FoundEntries:
+        self._scanned.wait(SCAN_S)
+        return FoundEntries(self.keys, 0.0)
 
     def _path(self, group: int, key: bytes) -> str:
         return f"{self._identity}/{group}-{key.hex()}"
@@ -209,29 +152,25 @@ class DiskStore:
                 os.unlink(file.path)
         return found
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: Entry, content: bytes) -> None:
+        self._guarded(self._write_file, entry, content)
+
+    def _write_file(self, entry: Entry, content: bytes) -> None:
         path, size = self._path(*entry), self._sizes[entry[0]]
+        self._make_room(size)
+        part = self._folder / f"{path}.{os.getpid()}.part"
         try:
-            content = self._pending[entry]()
-            if self._broken:
-                return
-            self._make_room(size)
-            part = self._folder / f"{path}.{os.getpid()}.part"
-            try:
-                part.unlink(missing_ok=True)  # it may be left by a process that was killed, or be a FIFO
-                with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(self._digest(path, content))
-                    file.write(content)
-                os.replace(part, self._folder / path)
-            except OSError:
-                self.keys[entry[0]].discard(entry[1])
-                part.unlink(missing_ok=True)
-                raise
-            self.num_bytes += size - self._files.pop(path, 0)
-            self._files[path] = size
-        finally:
-            del self._pending[entry]
-            self._done_bytes += size
+            part.unlink(missing_ok=True)  # it may be left by a process that was killed, or be a FIFO
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(self._digest(path, content))
+                file.write(content)
+            os.replace(part, self._folder / path)
+        except OSError:
+            self.keys[entry[0]].discard(entry[1])
+            part.unlink(missing_ok=True)
+            raise
+        self.num_bytes += size - self._files.pop(path, 0)
+        self._files[path] = size
 
     def _make_room(self, nbytes: int) -> None:
         while self._files and self.num_bytes + nbytes > self._capacity_bytes:
@@ -261,17 +200,17 @@ class DiskStore:
         self.num_bytes -= self._files.pop(path, 0)
         (self._folder / path).unlink(missing_ok=True)
 
-    def _read(self, entries: Sequence[Entry]) -> ReadEntries:
-        began, contents = time.perf_counter(), dict[Entry, bytes | memoryview]()
+    def _read(self, entries: Sequence[Entry]) -> Mapping[Entry, bytes | memoryview]:
+        contents = dict[Entry, bytes | memoryview]()
         for entry in entries:
             pending = self._pending.get(entry)
             content = self._content(entry) if pending is None else pending()
             if content is None:  # it was removed in the meantime, or is damaged: it is computed again
                 self.keys[entry[0]].discard(entry[1])
                 self._writer.submit(self._guarded, self._drop, self._path(*entry))
-                break  # entries after a missing one are of no use
+                break
             contents[entry] = content
-        return ReadEntries(contents, time.perf_counter() - began)
+        return contents
 
     def _content(self, entry: Entry) -> memoryview | None:
         path, size = self._path(*entry), self._sizes[entry[0]]

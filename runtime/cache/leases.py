@@ -11,8 +11,6 @@ After the handshake of `channel.py`, a client fetches one lease:
 
 import logging
 import os
-import socket
-import socketserver
 import struct
 import threading
 import time
@@ -24,15 +22,14 @@ from typing import Any
 import msgspec
 
 from enginewright.errors import UsageError
-from enginewright.runtime.cache.channel import Channel, Facts, TransferError, sign
-from enginewright.runtime.cache.disk import Entry, ReadEntries
+from enginewright.runtime.cache.channel import Channel, ChannelServer, Facts, TransferError, sign
+from enginewright.runtime.cache.store import Entry, ReadEntries
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 60.0  # seconds that a lease waits to be fetched
 MAX_LEASED_BYTES = 2 << 30  # of all leases; the oldest ones end for a new one
 MAX_ENTRIES = 1 << 20  # of one lease
-MAX_CLIENTS = 64  # connections at a time
 ID_BYTES = 16
 ENTRY = struct.Struct("<H32s")
 FETCHERS = 4  # threads that fetch leases
@@ -89,23 +86,6 @@ class _Lease(msgspec.Struct, frozen=True):
     ends: float  # time.monotonic after which it cannot be fetched, in seconds
 
 
-class _TcpServer(socketserver.ThreadingTCPServer):
-    """Calls a function with each connection, in a thread of its own."""
-
-    allow_reuse_address = daemon_threads = True
-
-    def __init__(self, host: str, port: int, serve: Callable[[socket.socket], None]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._serve = serve
-        super().__init__((host, port), socketserver.BaseRequestHandler)
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        self._serve(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.exception("a client of the KV leases could not be served")
-
-
 class LeaseServer:
     """Keeps leases in memory and serves them over TCP, in threads of its own.
 
@@ -121,21 +101,15 @@ class LeaseServer:
     """
 
     def __init__(self, host: str, port: int, secret: bytes, facts: Facts, lease_s: float = LEASE_S) -> None:
-        self._secret, self._facts, self._lease_s = secret, facts, lease_s
+        self._lease_s = lease_s
         self._leases: OrderedDict[str, _Lease] = OrderedDict()  # the oldest first
         self._lock = threading.Lock()
-        self._clients = threading.BoundedSemaphore(MAX_CLIENTS)
         self._reader = ThreadPoolExecutor(1, "kv-lease")
         self.num_bytes = 0  # of all leases
         self.num_sent_bytes = 0  # since the start
         self.num_expired = 0  # leases that nobody has fetched in time, or that ended for others
-
-        try:
-            self._server = _TcpServer(host, port, self._serve)
-        except OSError as error:
-            raise UsageError(f"kv_listen {host}:{port} is not available", error.strerror or str(error)) from error
-        self._host, self.port = host, self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="kv-leases", daemon=True).start()
+        self._server = ChannelServer("kv_listen", host, port, secret, facts, self._serve)
+        self.port = self._server.port
 
     def hold(self, entries: Mapping[Entry, Callable[[], bytes]], num_bytes: int) -> RemotePrefix:
         """Begins a lease.
@@ -154,12 +128,11 @@ class LeaseServer:
                 if old != lease and (one.ends < now or self.num_bytes > MAX_LEASED_BYTES):
                     self._end(old)
                     self.num_expired += 1
-        return RemotePrefix(self._host, self.port, lease)
+        return RemotePrefix(self._server.host, self.port, lease)
 
     def close(self) -> None:
         """Ends all leases and connections."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
         self._reader.shutdown(cancel_futures=True)
         self._leases.clear()
 
@@ -168,31 +141,23 @@ class LeaseServer:
         if ended is not None:
             self.num_bytes -= ended.num_bytes
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         """Serves one client until it has fetched a lease, or breaks the protocol."""
-        if not self._clients.acquire(blocking=False):
-            return
-        try:
-            channel = Channel.accept(connection, self._secret, self._facts)
-            lease = bytes(channel.receive(ID_BYTES)).hex()
-            with self._lock:
-                held = self._leases.get(lease)
-            contents = {} if held is None or held.ends < time.monotonic() else held.contents.result()
-            entries = list(contents)
-            channel.send(b"".join([ENTRY.pack(*entry) for entry in entries]))
-            for (index,) in struct.iter_unpack("<I", channel.receive(4 * len(entries))):
-                if index >= len(entries):
-                    raise TransferError("a client asks for an entry that its lease does not have")
-                content = contents[entries[index]]
-                channel.send(content)
-                self.num_sent_bytes += len(content)
-            channel.receive(0)
-            with self._lock:
-                self._end(lease)
-        except (OSError, TransferError, ValueError) as error:
-            logger.warning("a client of the KV leases is refused: %s", error)
-        finally:
-            self._clients.release()
+        lease = bytes(channel.receive(ID_BYTES)).hex()
+        with self._lock:
+            held = self._leases.get(lease)
+        contents = {} if held is None or held.ends < time.monotonic() else held.contents.result()
+        entries = list(contents)
+        channel.send(b"".join([ENTRY.pack(*entry) for entry in entries]))
+        for (index,) in struct.iter_unpack("<I", channel.receive(4 * len(entries))):
+            if index >= len(entries):
+                raise TransferError("a client asks for an entry that its lease does not have")
+            content = contents[entries[index]]
+            channel.send(content)
+            self.num_sent_bytes += len(content)
+        channel.receive(0)
+        with self._lock:
+            self._end(lease)
 
 
 class LeaseFetcher:

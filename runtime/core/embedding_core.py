@@ -81,6 +81,8 @@ class EmbeddingCore:
             raise UsageError("kv_events is for engines that write", "an embedding model keeps no blocks")
         if config.kv_cache_disk is not None:
             raise UsageError("kv_cache_disk is for engines that write", "an embedding model keeps nothing")
+        if config.shares_kv_cache:
+            raise UsageError("kv_cache_remote is for engines that write", "an embedding model keeps no blocks")
         if config.kv_role is not None:
             raise UsageError("kv_role is for engines that write", "an embedding model keeps no blocks")
         self._requests: dict[TokenSequence, TextRequest] = {}

@@ -15,8 +15,8 @@ from functools import partial
 import msgspec
 
 from enginewright.errors import UsageError
-from enginewright.runtime.cache.disk import ReadEntries
 from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
+from enginewright.runtime.cache.store import ReadEntries
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.beam_scorer import BeamScorer
 from enginewright.runtime.core.beam_search import BeamSearch
@@ -27,8 +27,8 @@ from enginewright.runtime.core.kv_transfer import KvTransfer
 from enginewright.runtime.core.prompts import check_prompt
 from enginewright.runtime.core.request import OutputSink, Request
 from enginewright.runtime.core.request_kinds import BestOf, LiveSequences, Outputs, Plain, RequestKind
-from enginewright.runtime.core.stats import DiskStats, Stats, StepCounts
-from enginewright.runtime.core.storage import open_disk, open_kv_events
+from enginewright.runtime.core.stats import Stats, StepCounts
+from enginewright.runtime.core.storage import Stores, open_kv_events, prompt_s
 from enginewright.runtime.device.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.grammar.grammars import Grammars
@@ -48,9 +48,8 @@ from enginewright.runtime.step.step_plan import LogitRows, RowPurpose, StepPlan
 from enginewright.runtime.step.work_class import DEFAULT_WORK, WorkClass
 from enginewright.runtime.text.detokenizer import Detokenizer, StopMatcher, StopStrings
 
-DISK_WAIT_S = (
-    0.005  # seconds that a step without work waits for the disk, before it returns so that new requests can be added
-)
+# Seconds that a step without work waits for stores, before it returns so that new requests can be added.
+STORES_WAIT_S = 0.005
 
 
 class StepInFlight(msgspec.Struct, frozen=True):
@@ -82,8 +81,8 @@ class EngineCore:
         self._grammars = Grammars(read_tokenizer, engine.plan.vocab_size, self._eos_token_ids, config.grammar_memory)
         self._sampler = Sampler(self.executor.draw)
         self._prompt_cost = PromptCost(engine.plan)
-        # Time of a step by its work; None where neither a goal nor a disk needs it.
-        self._step_cost = StepCost.of(engine) if config.itl_slo_ms or config.kv_cache_disk else None
+        # Time of a step by its work; None where neither a goal nor a store needs it.
+        self._step_cost = StepCost.of(engine) if config.itl_slo_ms or config.has_stores else None
         goal = StepGoal(config.itl_slo_ms / 1e3, self._step_cost) if self._step_cost and config.itl_slo_ms else None
         limits = self.executor.memory_plan.limits
         self._scheduler = Scheduler(
@@ -98,7 +97,7 @@ class EngineCore:
         self._speculator = open_speculator(engine, config, self.executor)
         self._drafting = Drafting(self._scheduler, self._sampler, self._speculator, limits.sequences)
         self._deferred = DeferredRows(self._scheduler, engine.plan.vocab_size)
-        if config.kv_cache_disk is not None or config.kv_role is not None:
+        if config.has_stores or config.kv_role is not None:
             self._scheduler.use_memory(self.executor.place_memory)
         # Moves prompts between servers; None where each server computes its own.
         self.transfer = KvTransfer(engine, config, self.executor, self._scheduler) if config.kv_role else None
@@ -108,7 +107,11 @@ class EngineCore:
         self._num_generated = 0  # tokens since the start
         self._step_ended = 0.0  # time.perf_counter at which the last step ended, in seconds
         self._kv_events = open_kv_events(engine, config, self._scheduler)
-        self._disk = open_disk(engine, config, self.executor, self._scheduler, self._step_cost, self._prompt_cost)
+        self._stores: Stores | None = None
+        if config.has_stores:
+            assert self._step_cost is not None
+            seconds = partial(prompt_s, self._step_cost, self._prompt_cost)
+            self._stores = Stores(engine, config, self.executor, self._scheduler, seconds)
 
     @property
     def _steps_ahead(self) -> int:
@@ -126,8 +129,8 @@ class EngineCore:
             self._speculator.close()
         if self._kv_events is not None:
             self._kv_events.close()
-        if self._disk is not None:
-            self._disk.close()
+        if self._stores is not None:
+            self._stores.close()
         if self.transfer is not None:
             self.transfer.close()
         self.executor.close()
@@ -145,13 +148,14 @@ class EngineCore:
     def stats(self) -> Stats:
         """Statistics of the engine; the numbers may be one step apart from each other."""
         speculation = None if self._speculator is None else self._speculator.stats()
-        disk = None if self._disk is None else DiskStats(self._disk.num_bytes, self._disk.num_failures)
+        stores = self._stores
         grammars = self._grammars.stats()
         transfer = None if self.transfer is None else self.transfer.stats()
         return self._counts.stats(
             generated_tokens=self._num_generated,
             speculation=speculation,
-            disk=disk,
+            disk=None if stores is None else stores.disk_stats(),
+            remote=None if stores is None else stores.remote_stats(),
             grammars=grammars,
             transfer=transfer,
         )
@@ -326,7 +330,7 @@ class EngineCore:
         if len(self._in_flight) > (self._steps_ahead if plan is not None else 0):
             self._commit(self._in_flight.popleft(), outputs)
         elif plan is None:
-            self._scheduler.wait_for_disk(DISK_WAIT_S)
+            self._scheduler.wait_for_stores(STORES_WAIT_S)
         return outputs
 
     def _run(self, plan: StepPlan, began: float, outputs: Outputs) -> None:

@@ -1,27 +1,18 @@
 """Prefill and decode apart: a prompt's KV blocks move from the server that computes them to the one that answers."""
 
 from concurrent.futures import Future
-from hashlib import file_digest, sha256
-from pathlib import Path
 
-import msgspec
-
-from enginewright import _cpu
-from enginewright.errors import UsageError
-from enginewright.regular_file import read_regular
-from enginewright.runtime.cache.channel import MIN_SECRET_BYTES, Facts
-from enginewright.runtime.cache.disk import ReadEntries
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.leases import LeaseFetcher, LeaseServer, RemotePrefix
-from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.cache.store import ReadEntries
+from enginewright.runtime.config import RuntimeConfig, split_address
 from enginewright.runtime.core.stats import KvTransferStats
-from enginewright.runtime.core.storage import shared_block_size
+from enginewright.runtime.core.storage import block_facts, kv_secret, shared_block_size
 from enginewright.runtime.device.devices import Executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.sequence import TokenSequence
 
-MAX_SECRET_BYTES = 4096
 DEFAULT_LISTEN = "127.0.0.1:0"
 
 
@@ -41,12 +32,11 @@ class KvTransfer:
     def __init__(self, engine: Engine, config: RuntimeConfig, executor: Executor, scheduler: Scheduler) -> None:
         self._scheduler, self._block_size = scheduler, shared_block_size("kv_role", config, scheduler)
         self._place_bytes = [group.place_bytes for group in executor.place_memory]
-        self._secret, facts = _secret_of(config), _facts_of(engine, executor, self._block_size)
+        self._secret, facts = kv_secret(config), block_facts(engine, executor, self._block_size)
         self._leases: LeaseServer | None = None
         self._fetcher: LeaseFetcher | None = None
         if config.kv_role in ("prefill", "both"):
-            host, _, port = (config.kv_listen or DEFAULT_LISTEN).rpartition(":")
-            self._leases = LeaseServer(host.strip("[]"), int(port), self._secret, facts)
+            self._leases = LeaseServer(*split_address(config.kv_listen or DEFAULT_LISTEN), self._secret, facts)
         if config.kv_role in ("decode", "both"):
             self._fetcher = LeaseFetcher(self._secret, facts, self._place_bytes)
 
@@ -106,30 +96,3 @@ class KvTransfer:
             self._leases.close()
         if self._fetcher is not None:
             self._fetcher.close()
-
-
-def _secret_of(config: RuntimeConfig) -> bytes:
-    assert config.kv_secret_file is not None, "RuntimeConfig requires it"
-    try:
-        secret = read_regular(Path(config.kv_secret_file), MAX_SECRET_BYTES).strip()
-    except OSError as error:
-        raise UsageError(f"kv_secret_file {config.kv_secret_file} cannot be read", error.strerror or "") from error
-    if len(secret) < MIN_SECRET_BYTES:
-        fix = "Make one: openssl rand -hex 32 > FILE, and copy it to each server."
-        raise UsageError(f"the secret in {config.kv_secret_file} is shorter than {MIN_SECRET_BYTES} bytes", fix=fix)
-    return secret
-
-
-def _facts_of(engine: Engine, executor: Executor, block_size: int) -> Facts:
-    """All that the bytes of a block depend on, by the names under which servers refuse each other."""
-    with open(_cpu.__file__, "rb") as code:
-        release = file_digest(code, "sha256").hexdigest()
-    dtypes = sorted({plane.dtype for group in engine.plan.caches for plane in getattr(group, "planes", ())})
-    return {
-        "content hash": engine.manifest.content_hash,
-        "KV dtype": " ".join(dtypes),
-        "block size": str(block_size),
-        "KV layout": sha256(msgspec.json.encode(engine.plan.caches)).hexdigest(),
-        "instruction set": executor.isa,
-        "release": release,
-    }

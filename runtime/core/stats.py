@@ -1,6 +1,7 @@
 """Statistics of an engine."""
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from enginewright.runtime.device.memory_plan import MemoryPlan
@@ -17,6 +18,18 @@ class DiskStats:
 
     num_bytes: int  # bytes on disk
     num_failures: int  # files that could not be written or read, or were damaged, since the start
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """Statistics of the prefix cache that servers share, since the start."""
+
+    num_sent_bytes: int  # bytes of encrypted blocks that were written
+    num_received_bytes: int  # bytes of encrypted blocks that were read
+    num_searches: int  # prompts that were searched for
+    num_found: int  # prompts of which blocks were found
+    failures: Mapping[str, int]  # failures of searches, reads and writes, by cause
+    shared_bytes: int  # bytes that are kept in this server's memory for others, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +67,7 @@ class Stats:
     computed_tokens: int = 0  # tokens that went through the model, again after a preemption
     prompt_tokens: int = 0  # prompt tokens of the admitted sequences, counted once for all answers to a prompt
     cached_prompt_tokens: int = 0  # number of these that were in the prefix cache
-    # Tokens whose blocks were read from disk or fetched from another server, again after a preemption.
+    # Tokens whose blocks were read from a store or fetched from another server, again after a preemption.
     restored_tokens: int = 0
     generated_tokens: int = 0  # tokens of answers
     busy_s: float = 0.0  # seconds in which a step was under way
@@ -62,6 +75,7 @@ class Stats:
 
     # Statistics of parts of the engine.
     disk: DiskStats | None = None  # statistics of the prefix cache on disk; None: it is not kept on disk
+    remote: RemoteStats | None = None  # statistics of the prefix cache that servers share; None: nothing is shared
     transfer: KvTransferStats | None = None  # statistics of KV blocks that move between servers; None: none move
     grammars: GrammarStats = field(default_factory=GrammarStats)  # statistics of the grammars
 
@@ -128,6 +142,7 @@ class StepCounts:
         generated_tokens: int = 0,
         speculation: SpeculationStats | None = None,
         disk: DiskStats | None = None,
+        remote: RemoteStats | None = None,
         grammars: GrammarStats | None = None,
         transfer: KvTransferStats | None = None,
     ) -> Stats:
@@ -137,6 +152,7 @@ class StepCounts:
             generated_tokens: number of tokens of answers since the start.
             speculation: statistics of draft tokens.
             disk: statistics of the prefix cache on disk.
+            remote: statistics of the prefix cache that servers share.
             grammars: statistics of the grammars.
             transfer: statistics of KV blocks that move between servers.
         """
@@ -161,6 +177,7 @@ class StepCounts:
             busy_s=self._busy_s,
             speculation=speculation,
             disk=disk,
+            remote=remote,
             transfer=transfer,
             grammars=grammars or GrammarStats(),
         )

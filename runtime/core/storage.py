@@ -1,20 +1,32 @@
-"""Opens the KV events and the disk store of an engine's prefix cache."""
+"""Opens the KV events and the stores of an engine's prefix cache."""
 
-from functools import partial
+from collections.abc import Callable
+from hashlib import file_digest, sha256
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
+from enginewright import _cpu
 from enginewright.errors import UsageError
+from enginewright.regular_file import read_regular
 from enginewright.runtime import env
-from enginewright.runtime.cache.disk import DiskStore, identity_of
-from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.cache.channel import MIN_SECRET_BYTES, Facts
+from enginewright.runtime.cache.disk import DiskStore
+from enginewright.runtime.cache.peer import MemoryBlobs, PeerBlobs, PeerServer
+from enginewright.runtime.cache.remote import CAUSES, SEAL_BYTES, Blobs, EntryCipher, RemoteStore
+from enginewright.runtime.cache.s3 import Credentials, S3Blobs, S3Location
+from enginewright.runtime.cache.store import identity_of
+from enginewright.runtime.config import TCP, RuntimeConfig, split_address
 from enginewright.runtime.core.kv_events import KvEventSender
+from enginewright.runtime.core.stats import DiskStats, RemoteStats
 from enginewright.runtime.device.devices import Executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.prompt_cost import PromptCost
 from enginewright.runtime.step.step_cost import StepCost
+
+MAX_SECRET_BYTES = 4096
 
 
 def open_kv_events(engine: Engine, config: RuntimeConfig, scheduler: Scheduler) -> KvEventSender | None:
@@ -42,40 +54,84 @@ def open_kv_events(engine: Engine, config: RuntimeConfig, scheduler: Scheduler) 
     return sender
 
 
-def open_disk(
-    engine: Engine,
-    config: RuntimeConfig,
-    executor: Executor,
-    scheduler: Scheduler,
-    step_cost: StepCost | None,
-    prompt_cost: PromptCost,
-) -> DiskStore | None:
-    """Starts to keep the prefix cache on disk.
+class Stores:
+    """The stores of an engine's prefix cache outside its memory: the disk, and what servers share.
 
     Args:
         engine: the engine.
-        config: limits, with the size on disk in `kv_cache_disk`.
+        config: limits, with `kv_cache_disk`, and `kv_cache_remote` or `kv_cache_share`.
         executor: runs the model, and reads and writes its KV blocks.
         scheduler: saves blocks, and reads them for waiting sequences.
-        step_cost: time of the model's steps; required if `kv_cache_disk` is set.
-        prompt_cost: cost of prompt tokens by position.
-
-    Returns:
-        The disk store; None if `kv_cache_disk` is not set.
+        seconds: gives the seconds to compute the tokens from one position up to another; None: not known yet.
 
     Raises:
-        UsageError: the engine has no prefix cache.
+        UsageError: the engine has no prefix cache, or a store cannot be opened as it is configured.
+        EngineError: a package is not installed.
     """
-    if config.kv_cache_disk is None:
-        return None
-    shared_block_size("kv_cache_disk", config, scheduler)
-    memory = executor.place_memory
-    folder = Path(config.kv_cache_dir) if config.kv_cache_dir else env.cache_folder() / "kv"
-    identity = identity_of(engine.manifest.content_hash, executor.isa, engine.plan.caches)
-    store = DiskStore(folder, identity, config.kv_cache_disk, [group.place_bytes for group in memory])
-    assert step_cost is not None
-    scheduler.keep_on_disk(store, partial(_prompt_s, step_cost, prompt_cost))
-    return store
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: RuntimeConfig,
+        executor: Executor,
+        scheduler: Scheduler,
+        seconds: Callable[[int, int], float | None],
+    ) -> None:
+        self._disk: DiskStore | None = None
+        self._remote: RemoteStore | None = None
+        self._shared: MemoryBlobs | None = None
+        self._server: PeerServer | None = None
+        sizes = [group.place_bytes for group in executor.place_memory]
+        identity = identity_of(engine.manifest.content_hash, executor.isa, engine.plan.caches)
+        try:
+            if config.kv_cache_disk is not None:
+                shared_block_size("kv_cache_disk", config, scheduler)
+                folder = Path(config.kv_cache_dir) if config.kv_cache_dir else env.cache_folder() / "kv"
+                self._disk = DiskStore(folder, identity, config.kv_cache_disk, sizes)
+            if config.shares_kv_cache:
+                block_size = shared_block_size("kv_cache_remote", config, scheduler)
+                secret, facts = kv_secret(config), block_facts(engine, executor, block_size)
+                blobs = self._open_blobs(config, identity, secret, facts, max(sizes) + SEAL_BYTES)
+                self._remote = RemoteStore(blobs, EntryCipher(secret, identity), sizes)
+        except BaseException:
+            self.close()
+            raise
+        scheduler.keep_in([store for store in (self._disk, self._remote) if store is not None], seconds)
+
+    def disk_stats(self) -> DiskStats | None:
+        """Statistics of the disk; None: nothing is kept there."""
+        return None if self._disk is None else DiskStats(self._disk.num_bytes, self._disk.num_failures)
+
+    def remote_stats(self) -> RemoteStats | None:
+        """Statistics of what servers share; None: nothing is shared."""
+        if self._remote is None:
+            return None
+        return RemoteStats(
+            num_sent_bytes=self._remote.num_sent_bytes,
+            num_received_bytes=self._remote.num_received_bytes,
+            num_searches=self._remote.num_searches,
+            num_found=self._remote.num_found,
+            failures={cause: self._remote.failures[cause] for cause in CAUSES},
+            shared_bytes=0 if self._shared is None else self._shared.num_bytes,
+        )
+
+    def close(self) -> None:
+        """Writes what is queued, and ends connections and threads."""
+        for one in (self._disk, self._remote, self._server):
+            if one is not None:
+                one.close()
+
+    def _open_blobs(self, config: RuntimeConfig, identity: str, secret: bytes, facts: Facts, max_bytes: int) -> Blobs:
+        """Opens the place where servers share entries: this server's memory, a peer's, or a bucket."""
+        if config.kv_cache_share is not None:
+            assert config.kv_cache_listen is not None, "RuntimeConfig requires it"
+            self._shared = MemoryBlobs(config.kv_cache_share)
+            self._server = PeerServer(*split_address(config.kv_cache_listen), secret, facts, self._shared, max_bytes)
+            return self._shared
+        url = config.kv_cache_remote or ""
+        if url.startswith(TCP):
+            return PeerBlobs(*split_address(url.removeprefix(TCP)), secret, facts, max_bytes)
+        return S3Blobs(S3Location.of_url(url), identity, Credentials.of_environment(), max_bytes)
 
 
 def shared_block_size(option: str, config: RuntimeConfig, scheduler: Scheduler) -> int:
@@ -86,8 +142,53 @@ def shared_block_size(option: str, config: RuntimeConfig, scheduler: Scheduler) 
     return scheduler.shared_block_size
 
 
-def _prompt_s(step_cost: StepCost, prompt_cost: PromptCost, first: int, end: int) -> float | None:
-    """Seconds to compute the positions from `first` up to `end` of a prompt; None if no step was measured yet."""
+def kv_secret(config: RuntimeConfig) -> bytes:
+    """Reads the secret that servers share.
+
+    Raises:
+        UsageError: the file cannot be read, or is too short.
+    """
+    assert config.kv_secret_file is not None, "RuntimeConfig requires it"
+    try:
+        secret = read_regular(Path(config.kv_secret_file), MAX_SECRET_BYTES).strip()
+    except OSError as error:
+        raise UsageError(f"kv_secret_file {config.kv_secret_file} cannot be read", error.strerror or "") from error
+    if len(secret) < MIN_SECRET_BYTES:
+        fix = "Make one: openssl rand -hex 32 > FILE, and copy it to each server."
+        raise UsageError(f"the secret in {config.kv_secret_file} is shorter than {MIN_SECRET_BYTES} bytes", fix=fix)
+    return secret
+
+
+def block_facts(engine: Engine, executor: Executor, block_size: int) -> Facts:
+    """All that the bytes of a block depend on, by the names under which servers refuse each other.
+
+    Args:
+        engine: the engine.
+        executor: runs it.
+        block_size: number of tokens of a block.
+    """
+    with open(_cpu.__file__, "rb") as code:
+        release = file_digest(code, "sha256").hexdigest()
+    dtypes = sorted({plane.dtype for group in engine.plan.caches for plane in getattr(group, "planes", ())})
+    return {
+        "content hash": engine.manifest.content_hash,
+        "KV dtype": " ".join(dtypes),
+        "block size": str(block_size),
+        "KV layout": sha256(msgspec.json.encode(engine.plan.caches)).hexdigest(),
+        "instruction set": executor.isa,
+        "release": release,
+    }
+
+
+def prompt_s(step_cost: StepCost, prompt_cost: PromptCost, first: int, end: int) -> float | None:
+    """Seconds to compute the positions from `first` up to `end` of a prompt; None if no step was measured yet.
+
+    Args:
+        step_cost: time of the model's steps.
+        prompt_cost: cost of prompt tokens by position.
+        first: the first position.
+        end: the position after the last.
+    """
     if not step_cost.is_measured:
         return None
     return step_cost.of_token * prompt_cost.of(np.arange(first, end, dtype=np.int32))

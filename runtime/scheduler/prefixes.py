@@ -59,7 +59,7 @@ class SharedPrefixes:
         return self._keys(sequence, sequence.state.num_tokens - 1)
 
     def restored(self, sequence: TokenSequence, keys: Sequence[bytes]) -> None:
-        """Reports blocks that were read from disk as cached again.
+        """Reports blocks that were read from a store as cached again.
 
         Args:
             sequence: a sequence that begins with the blocks.

@@ -16,9 +16,9 @@ from time import perf_counter
 
 from enginewright.plan import CacheGroup, StepSizes
 from enginewright.runtime.cache.cache import Cache
-from enginewright.runtime.cache.disk import DiskStore, Entry
 from enginewright.runtime.cache.events import CacheEvent, CacheEvents
 from enginewright.runtime.cache.kind import Copies
+from enginewright.runtime.cache.store import Entry, PrefixStore
 from enginewright.runtime.sampling.request import RowRequest, SamplingRequest
 from enginewright.runtime.sampling.sampler import SampledToken
 from enginewright.runtime.scheduler.chunks import PromptChunks
@@ -173,24 +173,24 @@ class Scheduler:
         """True if a block or snapshot is in the prefix cache now. It may be called in any thread."""
         return self._cache.has(*entry)
 
-    def keep_on_disk(self, store: DiskStore, seconds: Callable[[int, int], float | None]) -> None:
-        """Starts to keep the prefix cache on disk, and to read prefixes from there, after `use_memory`.
+    def keep_in(self, stores: Sequence[PrefixStore], seconds: Callable[[int, int], float | None]) -> None:
+        """Starts to keep the prefix cache in stores, and to read prefixes from there, after `use_memory`.
 
         Args:
-            store: the blocks on disk.
+            stores: the stores, the fastest first.
             seconds: gives the seconds to compute the tokens from one position up to another; None: not known yet.
         """
         writer = self._waiting.writer
         assert writer is not None, "use_memory is called first"
-        self._waiting.stored = StoredPrefixes(self._cache, self._prefixes, store, writer, seconds)
+        self._waiting.stored = StoredPrefixes(self._cache, self._prefixes, stores, writer, seconds)
 
     @property
     def num_restored_tokens(self) -> int:
-        """Number of tokens that were read from disk or another server instead of computed, since the start."""
+        """Number of tokens that were read from stores or another server instead of computed, since the start."""
         return 0 if self._waiting.writer is None else self._waiting.writer.num_tokens
 
-    def wait_for_disk(self, seconds: float) -> None:
-        """Waits for the disk, at most this number of seconds. Called where there is nothing to compute meanwhile."""
+    def wait_for_stores(self, seconds: float) -> None:
+        """Waits for stores, at most this number of seconds. Called where there is nothing to compute meanwhile."""
         if self._waiting.stored is not None:
             self._waiting.stored.wait(seconds)
 
@@ -203,7 +203,7 @@ class Scheduler:
 
         Returns:
             The plan; None if there is nothing to compute now. Sequences may still wait for the commit of the step
-            before, or for a read from disk.
+            before, or for a read from a store.
         """
         self._admit()
         plan = self._repeat_last_step() or self._build_step()

@@ -35,8 +35,8 @@ class WaitingSequences:
         self._num_arrivals = 0
         self._priorities: Counter[int] = Counter()  # number of sequences that have not ended, by priority
         self._shares = TenantShares()
-        self.stored: StoredPrefixes | None = None  # shared prefixes on disk
-        self.writer: PrefixWriter | None = None  # writes blocks from disk or another server; None: there are none
+        self.stored: StoredPrefixes | None = None  # shared prefixes in stores
+        self.writer: PrefixWriter | None = None  # writes blocks from stores or another server; None: there are none
         self.no_room = False  # true if the next one lacks free blocks; reset when a sequence leaves or arrives
         self.num_prompt_tokens = 0  # prompt tokens of admitted sequences, without siblings
         self.num_cached_prompt_tokens = 0  # number of these that were in the prefix cache
@@ -58,6 +58,8 @@ class WaitingSequences:
         """Queues a new sequence."""
         self.arrive(sequence)
         self.put_back(sequence)
+        if self.stored is not None and sequence.cache.fetched is None:
+            self.stored.search(sequence)
 
     def arrive(self, sequence: TokenSequence, sibling: TokenSequence | None = None) -> None:
         """Registers a new sequence that does not wait yet.
@@ -152,7 +154,7 @@ class WaitingSequences:
                 sequence.cache.fetched = None
         elif self.stored is not None:
             if not self.stored.is_read(sequence, keys):
-                return None  # Blocks that it can share are being read from disk.
+                return None  # Blocks that it can share are being read from a store.
             if self._cache.has_room(sequence.state.num_tokens, keys, num_running):
                 keys = self.stored.restore(sequence, keys, copies)
         if not (self._fork(sequence, num_running, copies) or self._open(sequence, keys, num_running, copies)):

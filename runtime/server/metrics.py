@@ -221,6 +221,18 @@ class Metrics:
             yield self._counter("kv_cache_disk_tokens", "Tokens read from disk instead of being computed.", restored)
             yield self._gauge("kv_cache_disk_bytes", "Size of what is kept on disk.", disk.num_bytes)
             yield self._counter("kv_cache_disk_failures", "Files that could not be used.", disk.num_failures)
+        if (remote := stats.remote) is not None:
+            yield self._counter(
+                "kv_cache_remote_tokens", "Tokens read from stores instead of being computed.", stats.restored_tokens
+            )
+            yield self._counter("kv_cache_remote_sent_bytes", "Encrypted KV blocks written.", remote.num_sent_bytes)
+            yield self._counter(
+                "kv_cache_remote_received_bytes", "Encrypted KV blocks read.", remote.num_received_bytes
+            )
+            yield self._counter("kv_cache_remote_searches", "Prompts that were searched for.", remote.num_searches)
+            yield self._counter("kv_cache_remote_found", "Prompts of which blocks were found.", remote.num_found)
+            yield self._counters("kv_cache_remote_failures", "Failures by cause.", "cause", remote.failures)
+            yield self._gauge("kv_cache_remote_shared_bytes", "KV blocks kept for other servers.", remote.shared_bytes)
         if (moved := stats.transfer) is not None:
             yield self._counter("kv_transfer_sent_bytes", "KV blocks that others have fetched.", moved.num_sent_bytes)
             yield self._counter(

@@ -116,6 +116,8 @@ async def _engines(model: Model, config: ServerConfig, limits: dict[str, Any], *
     if len(files) > 1 and runtime.kv_listen is not None:
         fix = "Leave it out: each engine then listens on a free port, and its leases name it."
         raise UsageError("kv_listen is for one engine", f"{len(files)} cannot share an address", fix)
+    if len(files) > 1 and runtime.kv_cache_listen is not None:
+        raise UsageError("kv_cache_listen is for one engine", f"{len(files)} cannot share an address")
     if len(files) > 1 or config.on_demand:
         return Engines.of_files(files, config, runtime, verify=verify)
     engine = open_engine(files[0], runtime.device, verify=verify)

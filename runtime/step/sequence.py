@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from enginewright.runtime.cache.disk import ReadEntries
 from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.cache.keys import PrefixKeys
+from enginewright.runtime.cache.store import ReadEntries
 from enginewright.runtime.sampling.request import SamplingRequest
 from enginewright.runtime.sampling.token_mask import Grammar
 from enginewright.runtime.step.work_class import DEFAULT_WORK, WorkClass

@@ -18,22 +18,22 @@ import pytest
 from numpy.typing import NDArray
 
 from enginewright import LLM
-from enginewright.errors import EngineError, UsageError
+from enginewright.errors import UsageError
 from enginewright.plan import PagedCache, Plane
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.cache import disk
+from enginewright.runtime.cache import store as store_module
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.disk import HASH_BYTES, DiskStore
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.cache.pool import Pool
 from enginewright.runtime.core.engine_core import EngineCore
-from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.device.cuda.places import DevicePlaces
 from enginewright.runtime.device.memory_plan import sequence_bytes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.request import SamplingRequest
-from enginewright.runtime.scheduler import stored
+from enginewright.runtime.scheduler import read_cost, stored
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.step.sequence import TokenSequence
 from tests.emulator.device import EmulatedDevice
@@ -43,6 +43,7 @@ from tests.helpers.kv_cache_disk import (
     FEW,
     LIMITS,
     PARAMS,
+    Collected,
     answers_of,
     check_damaged_entry,
     check_eviction,
@@ -53,23 +54,12 @@ from tests.helpers.kv_cache_disk import (
     gpu_engine,
     opened,
     prompt,
+    stepped,
 )
 from tests.helpers.odd_files import ODD_FILES, make_sparse
 from tests.helpers.serving import COMPLETIONS, port_of, process, wait_until
 
 pytestmark = pytest.mark.usefixtures("reading_pays")
-
-
-class Collected:
-    """The output of one request."""
-
-    def __init__(self) -> None:
-        self.tokens, self.text = 0, ""
-
-    def __call__(self, delta: Delta | EngineError) -> None:
-        assert isinstance(delta, Delta)
-        self.tokens += len(delta.tokens)
-        self.text += delta.text
 
 
 class Places:
@@ -105,11 +95,6 @@ def llama() -> Path:
 
 def cpu_engine(family: str) -> Path:
     return built_tiny(family, max_position_embeddings=256)
-
-
-def stepped(core: EngineCore) -> None:
-    for request, delta in core.step():
-        request.sink(delta)
 
 
 def answered(engine: Engine, limits: dict[str, Any]) -> str:
@@ -221,7 +206,7 @@ def test_an_aborted_request_leaves_nothing_of_what_it_read(llama: Path, tmp_path
         core.abort(request)
         assert not core.has_work and core.step() == []
         disk_of = core._scheduler._waiting.stored
-        assert disk_of is not None and disk_of._reading is None and disk_of._sequence is None
+        assert disk_of is not None and not disk_of._reads and not disk_of._searches and disk_of._sequence is None
         core.close()
 
 
@@ -235,19 +220,19 @@ def two_blocks_on_disk(
     prefixes.add(sequence)
     for number, block in enumerate(prefixes.keys_of(sequence), start=1):
         kept.save((0, block), lambda content=bytes([number]) * 500: content)
-    kept.wait_for_scan(60)
+    kept.find(()).result(60)
     writer = stored.PrefixWriter(cache, prefixes, [Places(memory)])
-    return sequence, stored.StoredPrefixes(cache, prefixes, kept, writer, lambda *_: seconds), kept
+    return sequence, stored.StoredPrefixes(cache, prefixes, [kept], writer, lambda *_: seconds), kept
 
 
 def test_what_is_computed_sooner_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "FIRST_S_PER_BYTE", 1 / 900)
+    monkeypatch.setattr(read_cost, "FIRST_S_PER_BYTE", 1 / 900)
     sequence, found, kept = two_blocks_on_disk(tmp_path, np.zeros((20, 500), np.uint8), 1.0)
     for _ in range(3):
-        assert found.is_read(sequence, []) and found._reading is None
+        assert found.is_read(sequence, []) and not found._reads
         found.forget(sequence)
     found.is_read(sequence, [])
-    assert found._reading is not None, "what was slow may be fast again"
+    assert found._reads, "what was slow may be fast again"
     kept.close()
 
 
@@ -258,8 +243,8 @@ def test_what_is_not_read_in_time_is_not_tried_again_at_once(tmp_path: Path, mon
     kept._writer.submit(lambda: None).result()  # what waits to be written would be read at once
     while not found.is_read(sequence, []):
         time.sleep(0.01)
-    assert found._reading is not None and found.restore(sequence, [], [[]]) == []
-    assert found.is_read(sequence, []) and found._reading is None
+    assert found._reads and found.restore(sequence, [], [[]]) == []
+    assert found.is_read(sequence, []) and not found._reads
     may_read.set()
     kept.close()
 
@@ -380,7 +365,7 @@ def test_a_killed_server_leaves_what_it_had_written(llama: Path, tmp_path: Path)
         "import os, sys, time, enginewright as e\n"
         f"llm = e.LLM(sys.argv[1], kv_cache_disk='64m', kv_cache_dir=sys.argv[2], **{LIMITS})\n"
         f"llm.generate([{prompt(1)}], e.SamplingParams(seed=7, max_tokens=40, ignore_eos=True))\n"
-        "llm._core._disk._writer.submit(lambda: None).result()\n"
+        "llm._core._stores._disk._writer.submit(lambda: None).result()\n"
         "os.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, llama, tmp_path], check=False).returncode == -9
@@ -392,9 +377,9 @@ def test_a_killed_server_leaves_what_it_had_written(llama: Path, tmp_path: Path)
 def test_a_server_answers_and_ends_in_order_with_odd_files_in_its_folder(tmp_path: Path) -> None:
     """Entries of one prompt are FIFOs, and those of another sparse files of more than the server may take."""
     reading_pays = (
-        "from enginewright.runtime.core import storage\nfrom enginewright.runtime.scheduler import stored\n"
-        "assert storage._prompt_s and stored.LONGEST_S\n"
-        "storage._prompt_s, stored.LONGEST_S = lambda *_: None, 60.0\n"
+        "from enginewright.runtime.core import engine_core as core\nfrom enginewright.runtime.scheduler import stored\n"
+        "assert core.prompt_s and stored.LONGEST_S\n"
+        "core.prompt_s, stored.LONGEST_S = lambda *_: None, 60.0\n"
     )
     limits = {"kv_cache_disk": "64m", "kv_cache_dir": str(tmp_path), "max_num_batched_tokens": 64}
     of_fifos = {f"0-{key.hex()}" for key in PrefixKeys(32).of(prompt(1), 4)}
@@ -512,7 +497,7 @@ def test_what_is_put_in_the_place_of_an_entry_is_neither_waited_for_nor_read(kin
 
 def test_a_fifo_in_the_place_of_an_unfinished_file_holds_up_nobody(tmp_path: Path) -> None:
     kept = store(tmp_path)
-    kept.wait_for_scan(20)
+    kept.find(()).result(20)
     os.mkfifo(tmp_path / ("a" * 64) / f"0-{key(1).hex()}.{os.getpid()}.part")
     kept.save((0, key(1)), lambda: bytes(100 - HASH_BYTES))
     kept._writer.submit(lambda: None).result(timeout=20)
@@ -527,14 +512,14 @@ def test_an_entry_of_the_wrong_size_takes_no_room(tmp_path: Path) -> None:
     kept.close()
     make_sparse(tmp_path / ("a" * 64) / f"0-{key(2).hex()}")
     again = store(tmp_path)
-    again.wait_for_scan(20)
+    again.find(()).result(20)
     assert again.keys[0] == {key(1)} and again.num_bytes == 100 and again.num_failures == 1
     again.close()
     assert len(entries(tmp_path)) == 1
 
 
 def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MAX_PENDING_BYTES", 3 * 100)
+    monkeypatch.setattr(store_module, "MAX_PENDING_BYTES", 3 * 100)
     kept, may_write = store(tmp_path), threading.Event()
     kept._writer.submit(may_write.wait)
     saved(kept, range(5))
@@ -550,7 +535,7 @@ def test_what_waits_to_be_written_can_be_read_and_is_bounded(tmp_path: Path, mon
 
 
 def test_an_entry_of_any_size_is_kept_where_nothing_else_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MAX_PENDING_BYTES", 10)
+    monkeypatch.setattr(store_module, "MAX_PENDING_BYTES", 10)
     kept = store(tmp_path)
     assert kept.has_room(0)
     kept.close()

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from enginewright import LLM, SamplingParams
+from enginewright.errors import EngineError
 from enginewright.runtime.cache import disk
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.core import engine_core as core
-from enginewright.runtime.core.outputs import RequestOutput
+from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.core.outputs import Delta, RequestOutput
 from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.device.devices import open_executor
 from enginewright.runtime.device.memory_plan import sequence_bytes
@@ -43,6 +45,23 @@ def gpu_engine(family: str, patch: pytest.MonkeyPatch) -> Engine:
 
     patch.setattr(core, "open_executor", opened)
     return Engine.open(path, "cuda")
+
+
+class Collected:
+    """The output of one request."""
+
+    def __init__(self) -> None:
+        self.tokens, self.text = 0, ""
+
+    def __call__(self, delta: Delta | EngineError) -> None:
+        assert isinstance(delta, Delta)
+        self.tokens += len(delta.tokens)
+        self.text += delta.text
+
+
+def stepped(core: EngineCore) -> None:
+    for request, delta in core.step():
+        request.sink(delta)
 
 
 def prompt(seed: int, length: int = 150) -> list[int]:

@@ -163,7 +163,8 @@ def test_keys_that_ask_for_nothing(pair: Pair) -> None:
     [
         ({"kv_role": "some"}, "kv_role is 'some': it must be one of prefill, decode, both"),
         ({"kv_role": "both"}, "kv_role needs kv_secret_file"),
-        ({"kv_listen": "127.0.0.1:5"}, "kv_listen and kv_secret_file need kv_role"),
+        ({"kv_listen": "127.0.0.1:5"}, "kv_listen needs kv_role"),
+        ({"kv_secret_file": "x"}, "kv_secret_file needs kv_role or kv_cache_remote"),
         ({"kv_role": "decode", "kv_secret_file": "x", "kv_listen": "127.0.0.1:5"}, "kv_listen is for servers that"),
         ({"kv_role": "both", "kv_secret_file": "x", "kv_listen": "127.0.0.1"}, "it must be HOST:PORT"),
         ({"kv_role": "both", "kv_secret_file": "x", "kv_listen": "host:99999"}, "it must be HOST:PORT"),

@@ -20,6 +20,7 @@ from enginewright.runtime.config import KV_ROLES
 
 RUN_LIMITS = (
     *("prefill_chunk_size", "itl_slo_ms", "kv_cache_disk", "kv_cache_dir", "grammar_memory"),
+    *("kv_cache_remote", "kv_cache_share", "kv_cache_listen"),
     *("kv_events", "kv_events_replay", "kv_events_topic", "kv_role", "kv_listen", "kv_secret_file"),
 )  # fields of RuntimeConfig that are options of `engine run` alone
 
@@ -185,11 +186,31 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     show_default="a free port of 127.0.0.1",
     help="Address where servers that decode fetch KV blocks. Blocks are authenticated, but not encrypted.",
 )
-@section("Prefill and decode apart")(
+@section("Shared KV cache")(
+    "--kv-cache-remote",
+    metavar="URL",
+    show_default="nothing is shared",
+    help="Place where servers share the KV blocks of prompts, encrypted: s3://BUCKET/PREFIX?endpoint=https://HOST:PORT "
+    "or tcp://HOST:PORT, the --kv-cache-listen of another server. Needs --kv-secret-file (docs/kv-store.md).",
+)
+@section("Shared KV cache")(
+    "--kv-cache-share",
+    type=BytesType(),
+    show_default="nothing is shared",
+    help="Memory of this server in which it keeps KV blocks for itself and for others, which read and write them at "
+    "--kv-cache-listen.",
+)
+@section("Shared KV cache")(
+    "--kv-cache-listen",
+    metavar="HOST:PORT",
+    show_default="none",
+    help="Address of the blocks of --kv-cache-share for other servers.",
+)
+@section("Shared KV cache")(
     "--kv-secret-file",
     type=click.Path(dir_okay=False),
     show_default="none",
-    help="File of the secret that all of these servers know; openssl rand -hex 32 makes one.",
+    help="File of the secret that the servers know which share or move KV blocks; openssl rand -hex 32 makes one.",
 )
 @section("Operation")(
     "--otlp-traces-endpoint",
