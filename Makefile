@@ -44,6 +44,9 @@ DOCS := .cache/docs/installed.stamp
 CLIENTS := .cache/clients/installed.stamp
 AGENTS := .cache/agents/installed.stamp
 
+# An S3 server for tests/long/test_kv_store.py.
+OBJECT_STORE := .cache/object_store/installed.stamp
+
 # A browser and its driver, for tests/long/test_page.py. This Chromium includes its libraries.
 BROWSER := .cache/browser/installed.stamp
 CHROMIUM_PACKAGE := @sparticuz/chromium@153.0.0
@@ -81,7 +84,7 @@ test: $(BUILT) $(MODEL) ## checks and tests that must pass before a change is me
 pytest: $(BUILT) $(MODEL)
 	$(PYTEST)
 
-test-long: test sanitize docs $(CLIENTS) $(AGENTS) $(BROWSER) $(ENGINE) $(ENCODER) ## make test, make sanitize, make docs and the slow tests (tests/long)
+test-long: test sanitize docs $(CLIENTS) $(AGENTS) $(OBJECT_STORE) $(BROWSER) $(ENGINE) $(ENCODER) ## make test, make sanitize, make docs and the slow tests (tests/long)
 	$(PYTEST) tests/long
 
 sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC
@@ -181,7 +184,7 @@ $(DOCS): pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --requirement $(@D)/requirements.txt
 	touch $@
 
-$(CLIENTS) $(AGENTS): .cache/%/installed.stamp: tests/long/%.txt | $(INSTALLED)
+$(CLIENTS) $(AGENTS) $(OBJECT_STORE): .cache/%/installed.stamp: tests/long/%.txt | $(INSTALLED)
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $<

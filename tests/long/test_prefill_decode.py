@@ -2,12 +2,8 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -20,51 +16,9 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.passes.quant import quant_config
 from enginewright.runtime.engine import Engine
-from tests.helpers.serving import wait_until
+from tests.helpers.run_process import OPTIONS, Process
 
 PROMPT = [1000 + number * 7 % 5000 for number in range(700)]
-OPTIONS = {"max_tokens": 24, "temperature": 0, "logprobs": 2, "ignore_eos": True}
-WANTED = {"do_remote_decode": True}
-ADDRESS = re.compile(rb"http://127\.0\.0\.1:(\d+)")
-
-
-class Process:
-    """`engine run` in a process of its own."""
-
-    def __init__(self, engine: Path, log: Path, *options: str) -> None:
-        self._log = log
-        command = [sys.executable, "-m", "enginewright.cli", "run", str(engine), "--port", "0", "--threads", "1"]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen([*command, "--kv-cache-memory", "256m", *options], stdout=out, stderr=out)
-        wait_until(lambda: ADDRESS.search(log.read_bytes()) is not None)
-        found = ADDRESS.search(log.read_bytes())
-        assert found is not None
-        self.port = int(found[1])
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def complete(self, prompt: list[int], **options: Any) -> Any:
-        body = json.dumps({"prompt": prompt, **OPTIONS, **options}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return json.load(response)
-
-    def lease(self, prompt: list[int]) -> Any:
-        return self.complete(prompt, max_tokens=1, kv_transfer_params=WANTED)["kv_transfer_params"]
-
-    def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
-            found = re.search(rf"^enginewright_{name}\S* (\S+)$", response.read().decode(), re.MULTILINE)
-        assert found is not None
-        return float(found[1])
-
-    def end(self, how: int = signal.SIGTERM) -> None:
-        self.process.send_signal(how)
-        self.process.wait(60)
 
 
 @pytest.fixture(scope="module")
