@@ -90,7 +90,7 @@ class MessagesForm(PartsForm):
 
     def _body(self, choice: Choice, usage: Usage) -> bytes:
         blocks = [self._block(part, whole=True) for part in self._parts]
-        return encode(self._message(blocks, **self._reasons(choice), usage=_usage(usage)))
+        return encode(self._message(blocks, **self._reasons(choice), usage=_usage(usage), **self._transfer_keys))
 
     def _message(self, content: list[dict[str, Any]], **keys: Any) -> dict[str, Any]:
         about = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}

@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from enginewright import __version__
-from enginewright.runtime.api.async_llm import AsyncLLM
+from enginewright.runtime.api.async_llm import AsyncLLM, Structure
 from enginewright.runtime.cache.eviction import Retention
 from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.params import default_params
@@ -287,11 +287,15 @@ class CompletionRoute(ABC):
                 form = ready.form(id, log.model, service.fingerprint, tokenizer, body.include())
                 log.request_id = id
                 salt = f"{scope['tenant']}{body.cache_salt or ''}"
-                parsers, structure = partial(body.parsers, tokenizer), partial(body.structure, tokenizer)
+                parsers, params = partial(body.parsers, tokenizer), ready.params
+                structure: Structure | None = partial(body.structure, tokenizer)
+                if body.leases_prompt:  # the other server writes the answer
+                    params = replace(params, max_tokens=1, min_tokens=0, structured_outputs=None)
+                    structure = None
                 generation = Generation(
                     service,
                     form,
-                    ready.params,
+                    params,
                     arrived,
                     log,
                     parsers,

@@ -209,6 +209,11 @@ class Form(ABC):
         """Called in the event loop's thread once the response is complete, before its last bytes are sent."""
         return
 
+    @property
+    def _transfer_keys(self) -> dict[str, Any]:
+        """The key of a response whose prompt is leased, as vLLM names it."""
+        return {} if self.kv_transfer_params is None else {"kv_transfer_params": self.kv_transfer_params}
+
     def _scored(self, sampled: SampledToken) -> dict[str, Any]:
         """A token with its log-probability, and the likeliest tokens with theirs."""
         top = [self._entry(token, logprob) for token, logprob in sampled.top_logprobs]
@@ -254,7 +259,7 @@ class ChoicesForm(Form):
 
     def _response_keys(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Keys of a response in addition to its choices."""
-        return {} if self.kv_transfer_params is None else {"kv_transfer_params": self.kv_transfer_params}
+        return self._transfer_keys
 
     def _usage(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Usage at the end, once all deltas were parsed."""

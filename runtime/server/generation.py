@@ -72,7 +72,7 @@ class Generation:
         arrived: arrival of the request, by time.perf_counter.
         log: log line of the request.
         new_parsers: makes the parsers of a prompt's completions from its token ids and their number.
-        structure: gives the structure of a prompt's completions from its token ids.
+        structure: gives the structure of a prompt's completions from its token ids; None leaves it to params.
         work: priority and tenant.
         retention: hint for the KV blocks of prompts and completions.
         timeout_s: seconds from the arrival after which the request ends; None means never.
@@ -87,7 +87,7 @@ class Generation:
         arrived: float,
         log: RequestLog,
         new_parsers: NewParsers,
-        structure: Structure,
+        structure: Structure | None,
         work: WorkClass,
         retention: Retention,
         timeout_s: float | None,

@@ -167,6 +167,7 @@ EXTRAS = (
     "cache_control",
     "cache_salt",
     "chat_template_kwargs",
+    "kv_transfer_params",
     "priority",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -266,6 +267,11 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
     guided_grammar: str | None = None  # vLLM's older name of structured_outputs.grammar
     guided_json: dict[str, Any] | str | None = None  # vLLM's older name of structured_outputs.json
     guided_regex: str | None = None  # vLLM's older name of structured_outputs.regex
+
+    @property
+    def leases_prompt(self) -> bool:
+        """True if another server fetches the prompt's KV blocks, and writes the answer."""
+        return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
 
     def sampling(self) -> dict[str, Any]:
         """Arguments of default_params, except for max_tokens and logprobs."""
@@ -375,7 +381,7 @@ class Body(msgspec.Struct, kw_only=True, dict=True):
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
             why = "best_of above n cannot be streamed: the best answers are known only at the end"
             raise ApiError(400, why, param="best_of")
-        if self.stream and (self.kv_transfer_params or {}).get("do_remote_decode"):
+        if self.stream and self.leases_prompt:
             why = "kv_transfer_params.do_remote_decode cannot be streamed: the response says where the blocks wait"
             raise ApiError(400, why, param="kv_transfer_params")
         options = self.stream_options or StreamOptions()

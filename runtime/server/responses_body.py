@@ -363,9 +363,9 @@ def read_responses(
         raise ApiError(400, "input is empty", param="input")
     chat = {name: keys[name] for name in SHARED_KEYS if keys.get(name) is not None} | body.chat()
     chat["messages"] = _messages(body.instructions, items, len(before))
-    is_stored = may_store and body.store is not False
     with error_context("input", RENAMES):
         read = body_of(chat, ChatBody, vocab_size)
+    is_stored = may_store and body.store is not False and not read.leases_prompt
     return ResponsesRequest(read, body.about(keys, is_stored=is_stored), items, is_stored)
 
 

@@ -88,7 +88,7 @@ class ResponsesForm(PartsForm):
         return self._event("response.failed", response=self._response("failed", None) | failed)
 
     def _body(self, choice: Choice, usage: Usage) -> bytes:
-        return encode(self._complete(choice, usage))
+        return encode(self._complete(choice, usage) | self._transfer_keys)
 
     def _complete(self, choice: Choice, usage: Usage) -> dict[str, Any]:
         """The complete response."""

@@ -12,7 +12,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.serve import serve
-from tests.helpers.serving import COMPLETIONS, HELLO, Running, tiny_engine
+from tests.helpers.serving import COMPLETIONS, HELLO, Running, exactly, tiny_engine
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 PROMPT = [5 + number % 200 for number in range(150)]
@@ -117,6 +117,30 @@ def test_a_lease_of_another_prompt_changes_nothing(pair: Pair) -> None:
     expected = pair.decode.complete(PROMPT, max_tokens=8, cache_salt="another")["choices"]
     answer = pair.decode.complete(PROMPT, max_tokens=8, kv_transfer_params=pair.lease(other))
     assert answer["choices"] == expected and pair.decode.llm.stats().restored_tokens == 0
+
+
+def test_no_more_than_a_leased_prompt_is_computed(pair: Pair) -> None:
+    for options in ({"min_tokens": 40}, {"structured_outputs": exactly("x" * 40)}):
+        body = {"prompt": PROMPT, "max_tokens": 50, "kv_transfer_params": WANTED, **options}
+        answer = pair.prefill.post(COMPLETIONS, body).json
+        assert answer["kv_transfer_params"] and answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "Hello " * 60, "max_output_tokens": 8}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hello " * 60}], "max_tokens": 8}),
+    ],
+)
+def test_other_apis(pair: Pair, path: str, body: dict[str, Any]) -> None:
+    expected = pair.decode.post(path, {**body, "cache_salt": "another"}).json
+    leased = pair.prefill.post(path, {**body, "kv_transfer_params": WANTED}).json
+    answer = pair.decode.post(path, {**body, "kv_transfer_params": leased["kv_transfer_params"]}).json
+    (key,) = {"output", "content"} & answer.keys()
+    answers = [one[key][0] if key == "content" else one[key][0]["content"] for one in (answer, expected)]
+    assert answers[0] == answers[1] and pair.stats().num_received_bytes > 0 and pair.stats().num_failures == 0
+    assert pair.prefill.ask("GET", f"/v1/responses/{leased['id']}").status == 404  # nobody continues it
 
 
 def test_short_prompts_have_no_lease(pair: Pair) -> None:
