@@ -191,23 +191,9 @@ class Adapter:
         for a, b, is_embedding in ("a", "b", False), ("embedding_a", "embedding_b", True):
             if (a in parts) != (b in parts):
                 raise self.error(f"{update.module} has only one of its two factors: {next(iter(parts.values()))}")
-            if a not in parts:
-                continue
-            shape_a, shape_b = self.shape(update, a), self.shape(update, b)
-            if len(shape_a) != 2 or len(shape_b) != 2:
-                why = f"{update.module} has factors of shape {list(shape_a)} and {list(shape_b)}"
-                raise UnsupportedModelError(f"the adapter {self.name} is not of linear layers", why)
-            if (update.experts_module is not None) != self.config.adapts_experts and update.module.endswith(EXPERTS):
-                raise self.error(f"{update.module} has factors, and target_parameters does not name it")
-            if update.experts_module is not None:
-                continue  # their shapes depend on the number of experts
-            rank = self.config.rank_of(update.module)
-            if not shape_a[0] == shape_b[1] == rank <= MAX_RANK:
-                raise self.error(
-                    f"{update.module} has factors of shape {list(shape_a)} and {list(shape_b)}, but rank {rank} in "
-                    f"{ADAPTER_CONFIG}"
-                )
-            if is_embedding and "magnitude" in parts:
+            if a in parts:
+                self._check_factors(update, self.shape(update, a), self.shape(update, b))
+            if a in parts and is_embedding and "magnitude" in parts:
                 raise UnsupportedModelError(
                     f"{update.module} of the adapter {self.name} is an embedding with DoRA",
                     fix="Merge the adapter with PEFT, and build the merged model.",
@@ -221,3 +207,16 @@ class Adapter:
             shape = self.shape(update, "token_rows")
             if len(shape) != 2 or shape[0] != len(ids) or len(set(ids)) != len(ids) or min(ids, default=0) < 0:
                 raise self.error(f"{update.module} has rows of shape {list(shape)} for {len(ids)} tokens")
+
+    def _check_factors(self, update: ModuleUpdate, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
+        """Checks the shapes of two factors; those of experts depend on their number, and are checked later."""
+        what = f"{update.module} has factors of shape {list(shape_a)} and {list(shape_b)}"
+        if len(shape_a) != 2 or len(shape_b) != 2:
+            raise UnsupportedModelError(f"the adapter {self.name} is not of linear layers", what)
+        if update.experts_module is not None:
+            if not self.config.adapts_experts:
+                raise self.error(f"{what}, and target_parameters in {ADAPTER_CONFIG} does not name it")
+            return
+        rank = self.config.rank_of(update.module)
+        if not shape_a[0] == shape_b[1] == rank <= MAX_RANK:
+            raise self.error(f"{what}, but rank {rank} in {ADAPTER_CONFIG}")

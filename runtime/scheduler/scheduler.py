@@ -515,48 +515,13 @@ class Scheduler:
         """
         new_blocks, copies = self._extend(growing)
         sizes, arrays = self._packer.pack(scheduled, num_decodes, growing)
-        sampling: list[TokenSequence] = []
-        requests: list[RowRequest] = []
-        other: dict[int, LogitRow] = {}
-        ending: list[TokenSequence] = []
-        for one in scheduled:
-            sequence, request, end = one.sequence, one.sequence.request, one.first + one.num_tokens
-            state = sequence.state
-            state.num_computed_tokens, state.recomputing = end, False
-            if request is None:
-                if end == state.num_tokens:
-                    ending.append(sequence)
-                continue
-            if state.needs_prompt_logits:
-                for row in _rows_of_prompt(one, request):
-                    other[len(requests)] = row
-                    requests.append(row.request)
-                if end < state.num_tokens:
-                    continue
-            if one.num_logit_rows:
-                state.logits_row, draft_tokens = len(requests), state.draft_tokens
-                state.num_tokens += 1 + len(draft_tokens)
-                if sequence.is_beam:
-                    state.deferred = True
-                    other[len(requests)] = LogitRow(sequence, RowPurpose.SEARCH, request)
-                else:
-                    sampling.append(sequence)
-                requests.append(request)
-                if draft_tokens:
-                    for index, after in enumerate(request.rows_after(draft_tokens), start=1):
-                        other[len(requests)] = LogitRow(sequence, RowPurpose.VERIFY, after, index)
-                        requests.append(after)
+        rows, ending = _advance(scheduled)
         for one in scheduled[num_decodes:]:
             # Later, its blocks may have left a sliding window.
             self._prefixes.tag(one.sequence, min(one.end, len(one.sequence.token_ids)))
-        plan = StepPlan(
-            StepInputs(sizes, arrays, copies, new_blocks),
-            tuple(scheduled),
-            num_decodes,
-            LogitRows.with_other(sampling, requests, other),
-            tuple(ending),
-        )
-        self._last = plan if num_decodes == len(self._running) == len(sampling) else None
+        inputs = StepInputs(sizes, arrays, copies, new_blocks)
+        plan = StepPlan(inputs, tuple(scheduled), num_decodes, rows, tuple(ending))
+        self._last = plan if num_decodes == len(self._running) == len(rows.sequences) else None
         return plan
 
     def _extend(self, scheduled: Sequence[ScheduledTokens]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:
@@ -571,6 +536,49 @@ class Scheduler:
             self._cache.extend(one.sequence.cache.held, first, first + one.num_tokens, new, self._copies)
         copies, self._copies = self._copies, tuple([] for _ in self._no_copies)
         return new, copies
+
+
+def _advance(scheduled: Sequence[ScheduledTokens]) -> tuple[LogitRows, list[TokenSequence]]:
+    """Advances the sequences of a step by its tokens.
+
+    Args:
+        scheduled: the tokens of each sequence, in the order of the step.
+
+    Returns:
+        The rows of logits that the step computes, and the sequences without a request whose last token is in it.
+    """
+    sampling: list[TokenSequence] = []
+    requests: list[RowRequest] = []
+    other: dict[int, LogitRow] = {}
+    ending: list[TokenSequence] = []
+    for one in scheduled:
+        sequence, request, end = one.sequence, one.sequence.request, one.first + one.num_tokens
+        state = sequence.state
+        state.num_computed_tokens, state.recomputing = end, False
+        if request is None:
+            if end == state.num_tokens:
+                ending.append(sequence)
+            continue
+        if state.needs_prompt_logits:
+            for row in _rows_of_prompt(one, request):
+                other[len(requests)] = row
+                requests.append(row.request)
+            if end < state.num_tokens:
+                continue
+        if one.num_logit_rows:
+            state.logits_row, draft_tokens = len(requests), state.draft_tokens
+            state.num_tokens += 1 + len(draft_tokens)
+            if sequence.is_beam:
+                state.deferred = True
+                other[len(requests)] = LogitRow(sequence, RowPurpose.SEARCH, request)
+            else:
+                sampling.append(sequence)
+            requests.append(request)
+            if draft_tokens:
+                for index, after in enumerate(request.rows_after(draft_tokens), start=1):
+                    other[len(requests)] = LogitRow(sequence, RowPurpose.VERIFY, after, index)
+                    requests.append(after)
+    return LogitRows.with_other(sampling, requests, other), ending
 
 
 def _rows_of_prompt(scheduled: ScheduledTokens, request: SamplingRequest) -> list[LogitRow]:

@@ -140,24 +140,10 @@ class WaitingSequences:
         if found is None:
             return None
         sequence, level = found
-        if sequence.num_in_flight_tokens:
-            return None  # It was just preempted, and its token in flight has to be committed first.
-        sibling, num_running = sequence.sibling_of, len(running)
-        if sibling is not None and sibling.is_running and not _has_begun(sibling):
-            return None  # In a few steps, it can share the prompt of its sibling, and needs blocks for its answer only.
-        keys = self._prefixes.find(sequence)
+        keys = self._shared_keys(sequence, len(running), copies)
         if keys is None:
-            return None  # Another sequence is computing blocks that it can share in a few steps.
-        if sequence.cache.fetched is not None and self.writer is not None:
-            if self._cache.has_room(sequence.state.num_tokens, keys, num_running):
-                keys = self.writer.write(sequence, keys, sequence.cache.fetched.contents, copies)
-                sequence.cache.fetched = None
-        elif self.stored is not None:
-            if not self.stored.is_read(sequence, keys):
-                return None  # Blocks that it can share are being read from a store.
-            if self._cache.has_room(sequence.state.num_tokens, keys, num_running):
-                keys = self.stored.restore(sequence, keys, copies)
-        if not (self._fork(sequence, num_running, copies) or self._open(sequence, keys, num_running, copies)):
+            return None
+        if not (self._fork(sequence, len(running), copies) or self._open(sequence, keys, len(running), copies)):
             self.no_room = True
             return None
         self._remove(sequence)
@@ -167,10 +153,38 @@ class WaitingSequences:
         if sequence.state.num_cached_tokens is None:
             sequence.state.num_cached_tokens = sequence.state.num_charged_tokens = sequence.state.num_computed_tokens
             sequence.state.admitted_at = perf_counter()
-            if sibling is None:
+            if sequence.sibling_of is None:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
                 self.num_cached_prompt_tokens += sequence.state.num_cached_tokens
         return sequence
+
+    def _shared_keys(
+        self, sequence: TokenSequence, watermark_blocks: int, copies: Sequence[Copies]
+    ) -> Sequence[bytes] | None:
+        """Brings the blocks that a sequence can share into memory, and returns their keys; None if it has to wait.
+
+        Args:
+            sequence: the sequence that is admitted next.
+            watermark_blocks: number of blocks that have to stay free.
+            copies: by cache group, gets the copies to make before the next step.
+        """
+        if sequence.num_in_flight_tokens:
+            return None  # It was just preempted, and its token in flight has to be committed first.
+        sibling = sequence.sibling_of
+        if sibling is not None and sibling.is_running and not _has_begun(sibling):
+            return None  # In a few steps, it can share the prompt of its sibling, and needs blocks for its answer only.
+        keys = self._prefixes.find(sequence)
+        if keys is None:
+            return None  # Another sequence is computing blocks that it can share in a few steps.
+        fetched = sequence.cache.fetched if self.writer is not None else None
+        if fetched is None and self.stored is not None and not self.stored.is_read(sequence, keys):
+            return None  # Blocks that it can share are being read from a store.
+        if not self._cache.has_room(sequence.state.num_tokens, keys, watermark_blocks):
+            return keys
+        if fetched is not None and self.writer is not None:
+            sequence.cache.fetched = None
+            return self.writer.write(sequence, keys, fetched.contents, copies)
+        return keys if self.stored is None else self.stored.restore(sequence, keys, copies)
 
     def _remove(self, sequence: TokenSequence) -> None:
         queue = self._queues[sequence.work]
