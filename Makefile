@@ -40,12 +40,10 @@ ENGINE := .cache/SmolLM2-135M-Instruct-$(QUANT).engine
 # Documentation generator. It reads the sources without importing them, so it needs nothing else.
 DOCS := .cache/docs/installed.stamp
 
-# Client libraries of other projects, for tests/long/test_clients.py. Those of AGENTS need another version of a library.
-CLIENTS := .cache/clients/installed.stamp
-AGENTS := .cache/agents/installed.stamp
-
-# An S3 server for tests/long/test_kv_store.py.
-OBJECT_STORE := .cache/object_store/installed.stamp
+# Packages of other projects for single files of tests/long, each in an environment of its own, since they need other
+# versions of libraries: clients, an S3 server, and what runs several replicas. tests/long/NAME.txt lists them.
+OTHERS := $(patsubst %,.cache/%/installed.stamp,clients agents object_store)
+DYNAMO := .cache/dynamo/installed.stamp
 
 # A browser and its driver, for tests/long/test_page.py. This Chromium includes its libraries.
 BROWSER := .cache/browser/installed.stamp
@@ -84,7 +82,7 @@ test: $(BUILT) $(MODEL) ## checks and tests that must pass before a change is me
 pytest: $(BUILT) $(MODEL)
 	$(PYTEST)
 
-test-long: test sanitize docs $(CLIENTS) $(AGENTS) $(OBJECT_STORE) $(BROWSER) $(ENGINE) $(ENCODER) ## make test, make sanitize, make docs and the slow tests (tests/long)
+test-long: test sanitize docs $(OTHERS) $(DYNAMO) $(BROWSER) $(ENGINE) $(ENCODER) ## make test, make sanitize, make docs and the slow tests (tests/long)
 	$(PYTEST) tests/long
 
 sanitize: sanitize-asan sanitize-tsan ## the kernels' tests, emulated GPU kernels too, under ASan and UBSan, and under TSan; takes GCC
@@ -184,10 +182,15 @@ $(DOCS): pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --requirement $(@D)/requirements.txt
 	touch $@
 
-$(CLIENTS) $(AGENTS) $(OBJECT_STORE): .cache/%/installed.stamp: tests/long/%.txt | $(INSTALLED)
+$(OTHERS): .cache/%/installed.stamp: tests/long/%.txt | $(INSTALLED)
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --requirement $<
+	touch $@
+
+$(DYNAMO): tests/long/dynamo.txt | $(INSTALLED)
+	rm -rf $(@D)
+	$(PIP) install --quiet $(PIP_ARGS) --no-deps --target $(@D)/python --requirement $<
 	touch $@
 
 $(BROWSER): tests/long/browser.txt tests/long/unpack_browser.py | $(INSTALLED)

@@ -5,18 +5,16 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.client import HTTPConnection
 
 import pytest
 
+from tests.helpers.load import CLIENTS, Load
 from tests.helpers.serving import CHAT, free_port, tiny_engine, wait_until
 
-CLIENTS = 6
 READY = re.compile(r"(?:serving tiny|routing) at http://127\.0\.0\.1:(\d+)/v1")
 
 
@@ -61,40 +59,6 @@ def ask(port: int, number: int) -> str:
     return f"cut: {last['error']['code']}" if events[-1] == "" and "error" in last else f"broken: {events[-2:]}"
 
 
-class Load:
-    """Clients that send one request after the other. outcomes: how many have ended how."""
-
-    def __init__(self, port: int) -> None:
-        self._port, self._ends, self._lock = port, threading.Event(), threading.Lock()
-        self.outcomes: Counter[str] = Counter()
-        self._number = 0
-
-    def _run(self) -> None:
-        while not self._ends.is_set():
-            with self._lock:
-                self._number += 1
-                number = self._number
-            outcome = ask(self._port, number)
-            with self._lock:
-                self.outcomes[outcome] += 1
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            running = [pool.submit(self._run) for _ in range(CLIENTS)]
-            try:
-                yield
-            finally:
-                self._ends.set()
-        for one in running:
-            one.result()
-
-    def wait_for_more(self) -> None:
-        """Waits until each client has had some answers."""
-        before = self.outcomes.total()
-        wait_until(lambda: self.outcomes.total() >= before + 4 * CLIENTS, 300)
-
-
 def takes_requests(port: int, count: int) -> bool:
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     try:
@@ -112,7 +76,7 @@ def test_replicas_end_under_load(number: signal.Signals) -> None:
     with ExitStack() as stack:
         opened = [stack.enter_context(engine(*replica(port)))[0] for port in ports]
         _, port = stack.enter_context(engine("route", *(f"http://127.0.0.1:{one}" for one in ports), "--port", 0))
-        load = Load(port)
+        load = Load(partial(ask, port))
         with load.running():
             for index, one in enumerate(ports):
                 load.wait_for_more()

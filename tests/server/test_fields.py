@@ -116,7 +116,7 @@ def test_what_is_not_implemented_of_messages_and_tools(server: Running) -> None:
     answer = server.post(MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]})
     assert answer.status == 200, answer.body
     for key, one in TOOL_UNREAD.items():
-        tool = {"name": "f", "input_schema": {}, key: [5]}
+        tool = {"name": "f", "input_schema": {}, key: {"x": 1}}
         answer = server.post(MESSAGES, {"messages": HELLO, "max_tokens": 1, "tools": [tool]})
         why = "the model's chat template shows no tools"
         said = f"tools: {why}" if one.harmless is None else f"tools[0].{key} is not implemented: {one.why}"

@@ -52,7 +52,10 @@ def sampling_params(request: Mapping[str, Any], engine: Engine) -> SamplingParam
     options["stop_token_ids"] = sorted(ends.difference(engine.eos_token_ids))
     output = _given(request, "output_options")
     options |= stops | {name: output[name] for name in OUTPUT_OPTIONS if name in output}
-    return default_params(engine, **options)
+    params = default_params(engine, **options)
+    if params.n > 1:
+        raise UsageError(f"n is {params.n}", "Dynamo ends an answer with its first choice", "Send several requests.")
+    return params
 
 
 def cache_salt(request: Mapping[str, Any]) -> str:
@@ -102,19 +105,24 @@ def answer_error(delta: Delta) -> EngineError:
     return EngineError("the answer has failed", str(delta.stop_reason))
 
 
-def usage(request: Request, num_tokens: int) -> dict[str, Any]:
-    """The `completion_usage` of a choice.
+def last_part(request: Request, num_tokens: int) -> dict[str, Any]:
+    """The entries of a last chunk alone.
 
     Args:
-        request: its request.
-        num_tokens: number of its tokens.
+        request: the request.
+        num_tokens: number of tokens of the answer.
     """
-    return {
-        "prompt_tokens": request.num_prompt_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": request.num_prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": request.num_cached_tokens},
+    part: dict[str, Any] = {
+        "completion_usage": {
+            "prompt_tokens": request.num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": request.num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": request.num_cached_tokens},
+        }
     }
+    if request.prompt_logprobs:
+        part["engine_data"] = {"prompt_logprobs": prompt_logprobs(request.prompt_logprobs)}
+    return part
 
 
 def prompt_logprobs(tokens: Sequence[SampledToken | None]) -> list[dict[str, Any] | None]:

@@ -40,6 +40,7 @@ class WorkerOptions:
     engine: Path  # engine file
     names: tuple[str, ...]  # names of the model in requests; empty: its name in the engine file
     verify: bool  # whether to check the hashes of the weights
+    model_files: Path | None  # folder for the files that frontends read; None: one in the user's cache folder
     drain_seconds: float  # seconds that running requests may take to finish once the worker ends
     limits: RuntimeConfig  # limits of the engine
     dynamo: DynamoRuntimeConfig  # options of Dynamo's runtime
@@ -77,6 +78,13 @@ def parse_options(arguments: Sequence[str] | None) -> WorkerOptions:
     )
     parser.add_argument("--verify", action="store_true", help="Check the hashes of the weights before the start.")
     parser.add_argument(
+        "--model-files",
+        metavar="FOLDER",
+        type=Path,
+        help="Folder for the tokenizer's files, which frontends read, by default one in $XDG_CACHE_HOME. It must have "
+        "the same name for all workers of a model, or frontends use only the first of them.",
+    )
+    parser.add_argument(
         "--drain-seconds",
         type=float,
         default=30.0,
@@ -87,11 +95,12 @@ def parse_options(arguments: Sequence[str] | None) -> WorkerOptions:
     given = vars(parser.parse_args(arguments))
     mode = DisaggregationMode(given.pop("disaggregation_mode"))
     limits = {name: given.pop(name) for name in _limit_names()} | {"kv_role": KV_ROLES[mode.value]}
-    own = {name: given.pop(name) for name in ("engine", "names", "verify", "drain_seconds")}
+    own = {name: given.pop(name) for name in ("engine", "names", "verify", "model_files", "drain_seconds")}
     return WorkerOptions(
         engine=own["engine"],
         names=tuple(own["names"]),
         verify=own["verify"],
+        model_files=own["model_files"],
         drain_seconds=own["drain_seconds"],
         limits=RuntimeConfig(**limits),
         dynamo=_dynamo_config(given, mode),

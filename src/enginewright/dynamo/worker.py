@@ -28,10 +28,9 @@ from enginewright.dynamo.form import (
     cache_salt,
     chunk_of,
     handover,
-    prompt_logprobs,
+    last_part,
     remote_prefix,
     sampling_params,
-    usage,
     work_class,
 )
 from enginewright.dynamo.model_files import write_model_files
@@ -41,6 +40,7 @@ from enginewright.runtime.api.async_llm import AsyncLLM, AsyncRequest
 from enginewright.runtime.cache.cache import shared_block_size
 from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.outputs import Delta
+from enginewright.runtime.core.request import Request
 from enginewright.runtime.device.devices import open_engine
 from enginewright.runtime.device.memory_plan import KvBlocks
 from enginewright.runtime.engine import Engine
@@ -60,12 +60,15 @@ class DynamoWorker(LLMEngine):  # type: ignore[misc]
     Args:
         options: its options.
         llm: the open engine, which is closed with it.
-        folder: a folder of its own, with the model's files for the frontends and the socket of its KV events.
+        model_files: folder of the files that frontends read.
+        folder: a folder of its own, with the socket of its KV events.
     """
 
-    def __init__(self, options: WorkerOptions, llm: AsyncLLM, folder: "TemporaryDirectory[str]") -> None:
+    def __init__(
+        self, options: WorkerOptions, llm: AsyncLLM, model_files: Path, folder: "TemporaryDirectory[str]"
+    ) -> None:
         engine, plan = llm.engine, llm.memory_plan
-        self._options, self._engine, self._folder = options, engine, folder
+        self._options, self._engine, self._model_files, self._folder = options, engine, model_files, folder
         self._llm: AsyncLLM | None = llm  # None once the worker ends
         self._names = options.names or (engine.manifest.name,)
         self._block_size = _shared_block_size(options, engine)
@@ -103,11 +106,11 @@ class DynamoWorker(LLMEngine):  # type: ignore[misc]
         folder = TemporaryDirectory(prefix="enginewright-dynamo-")
         try:
             refuse_answers(engine)
-            write_model_files(engine, Path(folder.name))
+            model_files = write_model_files(engine, options.model_files)
             limits = options.limits
             if _shared_block_size(options, engine) is not None:
                 limits = replace(limits, kv_events=_kv_events(folder))
-            worker = cls(options, await AsyncLLM.open(engine, limits), folder)
+            worker = cls(options, await AsyncLLM.open(engine, limits), model_files, folder)
         except BaseException:
             engine.close()
             folder.cleanup()
@@ -117,7 +120,7 @@ class DynamoWorker(LLMEngine):  # type: ignore[misc]
         if "chat_template" not in engine.file.sections and dynamo.custom_jinja_template is None:
             dynamo.endpoint_types = "completions"
         config = WorkerConfig.from_runtime_config(
-            dynamo, model_name=folder.name, served_model_name=worker._names[0], disaggregation_mode=options.mode
+            dynamo, model_name=str(model_files), served_model_name=worker._names[0], disaggregation_mode=options.mode
         )
         return worker, config
 
@@ -131,7 +134,7 @@ class DynamoWorker(LLMEngine):  # type: ignore[misc]
             self._loads = asyncio.create_task(self._report_loads(self._llm, self._blocks.count))
         name, *aliases = self._names
         return EngineConfig(
-            model=self._folder.name, served_model_name=name, model_aliases=aliases, llm=self._registration
+            model=str(self._model_files), served_model_name=name, model_aliases=aliases, llm=self._registration
         )
 
     async def generate(self, request: dict[str, Any], context: Context) -> AsyncGenerator[dict[str, Any], None]:
@@ -178,26 +181,21 @@ class DynamoWorker(LLMEngine):  # type: ignore[misc]
             yield {"index": 0, "token_ids": [], "finish_reason": CANCELLED}
             return
         llm.start(prepared)
-        measured = _Measured(self._metrics, arrived, params.n)
+        measured = _Measured(self._metrics, arrived)
         self._running[context.id()] = prepared
         self._idle.clear()
         try:
-            async for deltas in prepared:
-                for delta in deltas:
-                    measured.add(delta)
-                    if delta.finish_reason == "abort" and not context.is_stopped():
-                        raise EngineDeadError("the worker ends")
-                    chunk = chunk_of(delta)
-                    if delta.finish_reason is not None:
-                        chunk["completion_usage"] = usage(prepared.request, measured.num_tokens[delta.index])
-                        if params.prompt_logprobs is not None:
-                            chunk["engine_data"] = {
-                                "prompt_logprobs": prompt_logprobs(prepared.request.prompt_logprobs)
-                            }
-                        if prefills:
-                            chunk["disaggregated_params"] = handover(prepared.request)
-                    yield chunk
-            measured.request_done(prepared)
+            async for (delta,) in prepared:  # of its only choice
+                measured.add(delta)
+                if delta.finish_reason == "abort" and not context.is_stopped():
+                    raise EngineDeadError("the worker ends")
+                chunk = chunk_of(delta)
+                if delta.finish_reason is not None:
+                    chunk |= last_part(prepared.request, measured.num_tokens)
+                    if prefills:
+                        chunk["disaggregated_params"] = handover(prepared.request)
+                yield chunk
+            measured.request_done(prepared.request)
         finally:
             prepared.abort()
             del self._running[context.id()]
@@ -286,27 +284,27 @@ def _kv_events(folder: "TemporaryDirectory[str]") -> str:
 class _Measured:
     """Counts the tokens and times of a request in the engine's metrics."""
 
-    def __init__(self, metrics: Metrics, arrived: float, num_choices: int) -> None:
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
         self._metrics, self._arrived = metrics, arrived
-        self.num_tokens = [0] * num_choices
-        self._last_s: list[float | None] = [None] * num_choices
+        self._last: float | None = None  # time of the last delta by time.perf_counter, in seconds
+        self.num_tokens = 0
 
     def add(self, delta: Delta) -> None:
-        """Counts a delta of a choice."""
-        metrics, now, count, last_s = self._metrics, time.perf_counter(), len(delta.tokens), self._last_s[delta.index]
-        if last_s is None:
+        """Counts a delta."""
+        metrics, now, count = self._metrics, time.perf_counter(), len(delta.tokens)
+        if self._last is None:
             metrics.first_token.observe(now - self._arrived)
         elif count:
-            metrics.between_tokens.observe((now - last_s) / count, count)
-        self._last_s[delta.index] = now
-        self.num_tokens[delta.index] += count
+            metrics.between_tokens.observe((now - self._last) / count, count)
+        self._last = now
+        self.num_tokens += count
         if delta.finish_reason is not None:
             metrics.finished[delta.finish_reason] += 1
-            metrics.e2e.observe(now - self._arrived)
 
-    def request_done(self, prepared: AsyncRequest) -> None:
-        """Counts a request whose choices have all ended."""
-        self._metrics.request_done(prepared.request, self.num_tokens)
+    def request_done(self, request: Request) -> None:
+        """Counts a request that has ended by itself."""
+        self._metrics.e2e.observe(time.perf_counter() - self._arrived)
+        self._metrics.request_done(request, [self.num_tokens])
 
 
 class _EngineMetrics(Collector):
