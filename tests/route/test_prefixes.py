@@ -71,6 +71,10 @@ def test_any_body_has_keys(data: bytes) -> None:
     assert body.kept_id is None
 
 
+def test_a_name_of_a_response_that_is_not_utf_8() -> None:
+    assert read_body(b'{"previous_response_id": "\xff"}').kept_id is None
+
+
 @pytest.mark.parametrize(
     ("value", "kept"), [('"resp_1"', "resp_1"), ("null", None), ("7", None), ('["x"]', None), (r'"\ud800"', None)]
 )
@@ -92,3 +96,13 @@ def test_memory_forgets_the_least_recently_used_and_ends_first() -> None:
     memory.remember(first[:2])
     memory.remember([b"z"])
     assert (memory.match(first), memory.match(second)) == (2, 2)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=12), st.integers(1, 9))
+def test_memory_finds_what_a_search_from_the_start_finds(prompts: list[list[int]], max_keys: int) -> None:
+    memory = PrefixMemory(max_keys)
+    for prompt in prompts:
+        keys = [bytes(prompt[:count]) for count in range(1, len(prompt) + 1)]  # as chained ones
+        expected = next((count for count, key in enumerate(keys) if memory.match([key]) == 0), len(keys))
+        assert memory.match(keys) == expected
+        memory.remember(keys)

@@ -8,10 +8,25 @@ from enginewright.cli.help import SectionCommand, section
 from enginewright.cli.options import LOG_OPTIONS, hosting_options
 from enginewright.cli.values import CountType
 
+prefill = section("Prefill and decode apart")
+
 
 @click.command(cls=SectionCommand)
 @click.argument("replicas", nargs=-1, required=True, metavar="URL...")
 @hosting_options(port=8080)
+@prefill(
+    "--prefill",
+    multiple=True,
+    metavar="URL",
+    help="A server with --kv-role prefill or both. It computes long prompts for those that answer, which need "
+    "--kv-role decode or both. The option may be given several times.",
+)
+@prefill(
+    "--min-prefill-bytes",
+    type=CountType(0),
+    default=2048,
+    help="A prompt is long if this many bytes of it are new to the server that answers.",
+)
 @section("Overload")(
     "--max-lead",
     type=CountType(0),

@@ -18,10 +18,11 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from enginewright.route.fleet import Fleet
-from enginewright.route.forward import Answer, Forward, RoutedRequest, in_form_of, no_replica, passed_headers
+from enginewright.route.forward import Forward, in_form_of, no_replica
 from enginewright.route.metrics import RouteMetrics
-from enginewright.route.prefixes import read_body
+from enginewright.route.prefixes import UNREADABLE, read_body
 from enginewright.route.replica import Replica, read_whole
+from enginewright.route.request import Answer, RoutedRequest, passed_headers
 from enginewright.runtime.server.errors import ApiError, internal, shutting_down
 from enginewright.runtime.server.form import encode
 from enginewright.runtime.server.hosts import HostCheck
@@ -236,7 +237,7 @@ def _cards(answer: Answer) -> list[dict[str, Any]]:
     """The models of a replica."""
     try:
         cards = msgspec.json.decode(answer.body, type=dict[str, Any]).get("data")
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return []
     good = cards if isinstance(cards, list) else []
     return [card for card in good if isinstance(card, dict) and isinstance(card.get("id"), str)]

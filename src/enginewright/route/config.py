@@ -17,17 +17,21 @@ class RouteConfig(HostingConfig):
         UsageError: a value is not valid.
     """
 
-    replicas: tuple[str, ...]  # URLs of the replicas: scheme, host and port
+    replicas: tuple[str, ...]  # URLs of the replicas that answer: scheme, host and port
     _: KW_ONLY
+    prefill: tuple[str, ...] = ()  # URLs of replicas that only compute prompts
+    min_prefill_bytes: int = 2048  # bytes of a prompt, new to the replica that answers, from which another computes it
     port: int = 8080  # TCP port; 0 chooses a free one
     max_lead: int = 8  # requests that a replica may run beyond the least busy one, to reuse a prefix
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rules(self, {"max_lead": AT_LEAST_0}, {})
-        urls = origins(self.replicas)
-        if len(set(urls)) < len(urls) or not urls:
-            raise UsageError("the replicas must be different", f"there are {', '.join(map(str, urls)) or 'none'}")
+        check_rules(self, {"max_lead": AT_LEAST_0, "min_prefill_bytes": AT_LEAST_0}, {})
+        if not self.replicas:
+            raise UsageError("there is no replica that answers")
+        urls = origins(self.replicas + self.prefill)
+        if len(set(urls)) < len(urls):
+            raise UsageError("the replicas must be different", f"there are {', '.join(map(str, urls))}")
 
 
 def origins(urls: Sequence[str]) -> list[httpx2.URL]:

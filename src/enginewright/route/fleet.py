@@ -5,8 +5,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from enginewright.route.choice import choose
 from enginewright.route.config import RouteConfig, origins
-from enginewright.route.prefixes import CHUNK_BYTES
 from enginewright.route.replica import HEALTH_S, Replica
 from enginewright.runtime.server.errors import ApiError
 from enginewright.runtime.server.histogram import Histogram
@@ -16,9 +16,6 @@ from enginewright.runtime.server.metrics import FIRST_TOKEN_S
 if TYPE_CHECKING:
     from enginewright.route.forward import Forward
 
-# Bytes of prompt, about 32 tokens, whose computation weighs as much as one more running request. With 512, short
-# conversations moved too often: in benchmarks/route.py, 294,000 prompt tokens were computed, and 204,000 with 128.
-REQUEST_BYTES = 128
 MAX_SESSIONS = 1 << 16  # sessions whose replica is remembered
 
 
@@ -59,7 +56,8 @@ class Fleet:
 
     Attributes:
         config: the settings.
-        replicas: the replicas.
+        replicas: the replicas that answer.
+        prefills: the replicas that only compute prompts.
         sessions: the replicas of sessions.
         live: the requests under way.
         draining: True once no new requests are taken.
@@ -73,23 +71,24 @@ class Fleet:
     def __init__(self, config: RouteConfig) -> None:
         self.config = config
         self.replicas = [Replica(url) for url in origins(config.replicas)]
+        self.prefills = [Replica(url) for url in origins(config.prefill)]
         self.sessions = SessionMemory()
         self.live: set[Forward] = set()
         self.draining = False
         self.answers: Counter[tuple[str, str]] = Counter()
         self.first_byte = Histogram(FIRST_TOKEN_S)
         self._checks: list[asyncio.Task[None]] = []
-        self._passed = asyncio.Event()  # set, and replaced, whenever a health check is passed
+        self._passed = asyncio.Event()  # set, and replaced, whenever a replica that answers passes its check
 
     async def start(self) -> None:
         """Checks all replicas once, and then for ever."""
-        await asyncio.gather(*(replica.check() for replica in self.replicas))
-        self._checks = [asyncio.create_task(self._check(replica)) for replica in self.replicas]
+        await asyncio.gather(*(replica.check() for replica in self.all))
+        self._checks = [asyncio.create_task(self._check(replica)) for replica in self.all]
 
     async def _check(self, replica: Replica) -> None:
         while True:
             await asyncio.sleep(HEALTH_S)
-            if await replica.check():
+            if await replica.check() and replica not in self.prefills:
                 self._passed.set()
                 self._passed = asyncio.Event()
 
@@ -109,8 +108,13 @@ class Fleet:
             return False
 
     @property
+    def all(self) -> list[Replica]:
+        """All replicas."""
+        return self.replicas + self.prefills
+
+    @property
     def healthy(self) -> list[Replica]:
-        """Replicas that take requests."""
+        """Replicas that take requests, and answer."""
         return [replica for replica in self.replicas if replica.is_healthy]
 
     def choose(self, keys: Sequence[bytes], among: Collection[Replica], session: bytes | None = None) -> Replica | None:
@@ -126,16 +130,7 @@ class Fleet:
         Returns:
             The replica; None if none is healthy.
         """
-        healthy = [replica for replica in among if replica.is_healthy]
-        limit = min((len(one.running) for one in healthy), default=0) + self.config.max_lead
-        last = self.sessions.replica_of(session)
-
-        def rank(replica: Replica) -> tuple[bool, bool, int, int]:
-            load, missing = len(replica.running), len(keys) - replica.prefixes.match(keys)
-            cost = missing * CHUNK_BYTES + load * REQUEST_BYTES
-            return load > limit, replica is not last, cost, replica.outcomes.total()
-
-        return min(healthy, key=rank, default=None)
+        return choose(keys, among, self.config.max_lead, self.sessions.replica_of(session))
 
     def watch(self) -> None:
         """Does nothing: health checks have their own tasks."""
@@ -174,5 +169,5 @@ class Fleet:
         for check in self._checks:
             check.cancel()
         await asyncio.gather(*self._checks, return_exceptions=True)
-        for replica in self.replicas:
+        for replica in self.all:
             await replica.close()

@@ -3,29 +3,22 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import httpx2
 from starlette.types import Receive, Send
 
 from enginewright.route.fleet import Fleet
+from enginewright.route.prefill import prefilled
 from enginewright.route.replica import MAX_ANSWER_BYTES, LyingReplicaError, Replica, read_whole
+from enginewright.route.request import Answer, RoutedRequest, passed_headers
 from enginewright.runtime.server.anthropic_form import AnthropicError
 from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, Headers, retry_after, shutting_down
 from enginewright.runtime.server.form import typed_event
 from enginewright.runtime.server.log import CLIENT_GONE, log_event
 from enginewright.runtime.server.wire import send_error, until_gone
 
-# Headers that are about one connection, or that the proxy's own client and server write. A client that asks for a
-# compressed answer gets a plain one, as from a replica.
-NOT_PASSED = frozenset(
-    (
-        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"),
-        *(b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"host", b"content-length", b"content-encoding"),
-        *(b"accept-encoding", b"date", b"server", b"x-request-id"),
-    )
-)
+logger = logging.getLogger(__name__)
+
 MAX_ERROR_BYTES = 1 << 20  # size of an error that another replica may make up for
 MAX_LOST = 2  # replicas that may fail under a request: it might be what makes them fail
 MAX_ROUNDS = 3  # times that all replicas are tried
@@ -33,39 +26,6 @@ LOST = "replica_lost"  # code of the error for a replica that failed under a req
 RETURN_S = 10.0  # seconds to wait for a replica to return
 # Statuses that another replica may make up for; if none does, the client gets the one with the highest rank.
 RETRIED = {404: 0, 500: 1, 502: 2, 503: 2, 529: 2, 429: 3}
-
-
-@dataclass(frozen=True)
-class RoutedRequest:
-    """A request as it is sent to replicas."""
-
-    route: str  # path of its route
-    method: str  # HTTP method
-    target: bytes  # path and query as they were received
-    headers: list[tuple[bytes, bytes]]  # headers that are passed on
-    body: bytes | None = None  # body without encoding; None for methods without one
-    keys: Sequence[bytes] = ()  # keys of its prompt
-    session: bytes | None = None  # key of its session; None: it names none
-
-    def to(self, replica: Replica) -> httpx2.Request:
-        """The request to a replica."""
-        return replica.request(self.method, self.target, self.headers, self.body)
-
-
-class Answer(NamedTuple):
-    """A complete answer of a replica."""
-
-    status: int  # HTTP status
-    headers: Headers  # headers that are passed on
-    body: bytes  # body
-
-
-def passed_headers(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Headers that are passed on: not those of the connection, nor those that Connection names."""
-    lower = [(name.lower(), value) for name, value in headers]
-    named = b",".join(value for name, value in lower if name == b"connection").lower()
-    dropped = NOT_PASSED.union(part.strip() for part in named.split(b","))
-    return [(name, value) for name, value in lower if name not in dropped]
 
 
 class Forward:
@@ -127,11 +87,12 @@ class Forward:
         """Tries replicas until one answers, or the last error is the answer."""
         loop, num_lost, worst = asyncio.get_running_loop(), 0, -1
         error: Answer | ApiError = no_replica()
+        request = await prefilled(self._fleet, self._request, self._among)
         for _ in range(MAX_ROUNDS):
             left = list(self._among)
             while (replica := self._fleet.choose(self._request.keys, left, self._request.session)) is not None:
                 left.remove(replica)
-                answer = await self._attempt(replica, send)
+                answer = await self._attempt(replica, request, send)
                 if answer is None:
                     return
                 num_lost += answer.status == 500 or (isinstance(answer, ApiError) and answer.code == LOST)
@@ -149,41 +110,40 @@ class Forward:
         else:
             await self._send_whole(error, send)
 
-    async def _attempt(self, replica: Replica, send: Send) -> Answer | ApiError | None:
+    async def _attempt(self, replica: Replica, request: RoutedRequest, send: Send) -> Answer | ApiError | None:
         """Sends the request to a replica, and its answer to the client.
 
         Args:
             replica: the replica.
+            request: the request.
             send: ASGI channel to the client.
 
         Returns:
             None if the client has its answer; otherwise the error, which another replica may make up for.
         """
         outcome = "gone"
-        matched = replica.prefixes.match(self._request.keys)
+        matched = replica.prefixes.match(request.keys)
         try:
-            async with replica.attempt(self._request.to(replica)) as response:
+            async with replica.attempt(request.to(replica)) as response:
                 headers = passed_headers(response.headers.raw)
                 outcome = str(response.status_code)
                 if response.status_code in RETRIED:
                     return Answer(response.status_code, headers, await read_whole(response, MAX_ERROR_BYTES))
-                if response.headers.get("content-type", "").startswith("text/event-stream"):
+                if response.status_code == 400 and request.original is not None:
+                    answer = Answer(400, headers, await read_whole(response, MAX_ERROR_BYTES))
+                elif response.headers.get("content-type", "").startswith("text/event-stream"):
                     await self._stream(response, headers, send)
                     answer = None
                 else:
                     answer = Answer(response.status_code, headers, await read_whole(response))
-        except (httpx2.ConnectError, httpx2.ConnectTimeout):
-            outcome = "refused"
-            replica.eject("it refuses connections")
-            return no_replica()
-        except (httpx2.LocalProtocolError, httpx2.InvalidURL):
-            outcome = "invalid"
-            await self._fail(ApiError(400, "the request cannot be passed on: its path or a header is not valid"), send)
-            return None
-        except (httpx2.TransportError, TimeoutError) as error:
-            outcome = "lost"
-            if not isinstance(error, LyingReplicaError):
-                replica.eject("it has closed a connection")
+        except (httpx2.TransportError, httpx2.InvalidURL, TimeoutError) as error:
+            outcome = replica.failed(error)
+            if outcome == "refused":
+                return no_replica()
+            if outcome == "invalid":
+                why = "the request cannot be passed on: its path or a header is not valid"
+                await self._fail(ApiError(400, why), send)
+                return None
             lost = ApiError(502, "the replica that computed the answer was lost", code=LOST)
             if not self._has_started:
                 return lost
@@ -191,11 +151,12 @@ class Forward:
             return None
         finally:
             replica.outcomes[outcome] += 1
+        if answer is not None and answer.status == 400 and request.original is not None:
+            logger.warning("replica %s has refused a prompt that another one has computed", replica.name)
+            return await self._attempt(replica, request.original, send)
         if response.status_code < 400:
-            replica.prefixes.remember(self._request.keys)
-            self._fleet.sessions.remember(self._request.session, replica)
-            replica.prompt_chunks += len(self._request.keys)
-            replica.matched_chunks += matched
+            replica.answered(request.keys, matched)
+            self._fleet.sessions.remember(request.session, replica)
         if answer is not None:
             await self._send_whole(answer, send)
         return None

@@ -34,7 +34,7 @@ class RouteMetrics(MetricsText):
             "Requests sent to a replica, by its status, or by refused, lost or gone.",
             labels=["replica", "outcome"],
         )
-        for replica in self._fleet.replicas:
+        for replica in self._fleet.all:
             for outcome, count in replica.outcomes.items():
                 attempts.add_metric([replica.name, outcome], count)
         yield attempts
@@ -63,6 +63,6 @@ class RouteMetrics(MetricsText):
         return self._by_replica(CounterMetricFamily(PREFIX + name, text, labels=["replica"]), value)
 
     def _by_replica(self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[Replica], float]) -> Metric:
-        for replica in self._fleet.replicas:
+        for replica in self._fleet.all:
             family.add_metric([replica.name], value(replica))
         return family

@@ -5,6 +5,7 @@ chunks, and each has a key that is chained to those before it, as the keys of bl
 next turn of a conversation repeats the earlier ones, so its first keys are those of the turn before.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
@@ -15,6 +16,7 @@ CHUNK_BYTES = 128  # about 32 tokens
 MAX_KEYS = 4096  # keys of one prompt; text after them does not count
 MAX_REMEMBERED = 1 << 16  # keys that are remembered of one replica: 8 MiB of text
 NO_RAW = msgspec.Raw()
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # errors of JSON that cannot be read
 
 
 class RoutedBody(msgspec.Struct):
@@ -61,7 +63,7 @@ def _text(value: msgspec.Raw) -> str | None:
     """A text of a body; None if it is missing, null, or a value that the replica refuses."""
     try:
         return msgspec.json.decode(value, type=str) if bytes(value) else None
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
 
 
@@ -69,7 +71,7 @@ def read_body(data: bytes) -> RoutedBody:
     """Reads a body; one that is no JSON object has no keys, and the replica refuses it."""
     try:
         return msgspec.json.decode(data, type=RoutedBody)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return RoutedBody()
 
 
@@ -85,8 +87,13 @@ class PrefixMemory:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Number of leading keys that are remembered."""
-        return next((count for count, key in enumerate(keys) if key not in self._keys), len(keys))
+        """Number of leading keys that are remembered.
+
+        With a key, those before it are remembered, too, so a search by halves finds the first that is not.
+        """
+        if not keys or keys[0] not in self._keys:  # as in most replicas of a large fleet
+            return 0
+        return bisect_left(range(len(keys)), True, key=lambda place: keys[place] not in self._keys)
 
     def remember(self, keys: Sequence[bytes]) -> None:
         """Remembers a prompt. The end of a prompt is forgotten before its start, without which it is of no use."""

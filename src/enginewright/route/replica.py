@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import httpx2
@@ -51,6 +51,16 @@ class Replica:
         self.running: set[asyncio.Timeout] = set()
         self.outcomes: Counter[str] = Counter()
         self.num_ejections = self.prompt_chunks = self.matched_chunks = 0
+
+    @property
+    def num_running(self) -> int:
+        """Number of its running requests."""
+        return len(self.running)
+
+    @property
+    def num_sent(self) -> int:
+        """Number of requests that were sent to it, and have ended."""
+        return self.outcomes.total()
 
     def request(
         self, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes | None = None
@@ -116,6 +126,30 @@ class Replica:
             logger.warning("replica %s takes no requests: %s", self.name, why)
             self.is_healthy = False
             self.num_ejections += 1
+
+    def failed(self, error: httpx2.TransportError | httpx2.InvalidURL | TimeoutError) -> str:
+        """Sends no more requests if a failed attempt is the replica's fault; the attempt's outcome."""
+        match error:
+            case httpx2.ConnectError() | httpx2.ConnectTimeout():
+                self.eject("it refuses connections")
+                return "refused"
+            case httpx2.LocalProtocolError() | httpx2.InvalidURL():
+                return "invalid"
+            case LyingReplicaError():
+                return "lost"
+        self.eject("it has closed a connection")
+        return "lost"
+
+    def answered(self, keys: Sequence[bytes], matched: int) -> None:
+        """Remembers a prompt that was answered.
+
+        Args:
+            keys: the keys of the prompt.
+            matched: the number of those that it had answered before.
+        """
+        self.prefixes.remember(keys)
+        self.prompt_chunks += len(keys)
+        self.matched_chunks += matched
 
     async def close(self) -> None:
         """Closes all connections."""

@@ -73,5 +73,8 @@ async def host_fleet(
 
 def _ready(fleet: Fleet, listener: socket.socket, tls: Tls | None) -> str:
     """The line with the proxy's address, and the state of the replicas."""
-    healthy, total = len(fleet.healthy), len(fleet.replicas)
-    return f"routing at {api_url(listener, tls)} to {healthy} of {total} replicas that take requests"
+    healthy = f"{len(fleet.healthy)} of {len(fleet.replicas)} replicas that take requests"
+    if fleet.prefills:
+        num_healthy = sum(replica.is_healthy for replica in fleet.prefills)
+        healthy += f", and {num_healthy} of {len(fleet.prefills)} that compute prompts"
+    return f"routing at {api_url(listener, tls)} to {healthy}"
