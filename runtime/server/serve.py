@@ -89,7 +89,7 @@ async def _serve(
     *,
     verify: bool,
 ) -> None:
-    engines = await _engines(model, config, limits, verify=verify)
+    engines = await open_engines(model, config, limits, verify=verify)
     try:
         shutdown = Shutdown()
         listen_for_signals(shutdown, tls)
@@ -101,8 +101,18 @@ async def _serve(
         await _close(engines)
 
 
-async def _engines(model: Model, config: ServerConfig, limits: dict[str, Any], *, verify: bool) -> Engines:
-    """Opens one engine now, or prepares those that are opened at their first request."""
+async def open_engines(model: Model, config: ServerConfig, limits: dict[str, Any], *, verify: bool = False) -> Engines:
+    """Opens one engine now, or prepares those that are opened at their first request.
+
+    Args:
+        model: an engine file, an open engine, or several files and folders of them.
+        config: the server's settings.
+        limits: fields of RuntimeConfig.
+        verify: whether to check the hashes of an engine's weights each time that it is opened.
+
+    Raises:
+        UsageError, EngineError: as `serve`.
+    """
     if isinstance(model, Engine):
         if config.on_demand:
             raise UsageError(

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from enginewright.errors import UsageError
-from enginewright.route import forward, replica
+from enginewright.route import forward, replica, reply
 from enginewright.route.config import RouteConfig
 from tests.helpers.command import run_engine
 from tests.helpers.fleet import EVENTS, FakeReplica, Routing, chunk, routing, whole
@@ -198,7 +198,7 @@ def test_events_are_whole_however_they_are_cut(cuts: int, end: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_endless_answers_are_given_up(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(forward, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(reply, "MAX_ANSWER_BYTES", 1 << 20)
     monkeypatch.setattr(replica.read_whole, "__defaults__", (1 << 20,))
 
     def endless(connection: socket.socket, head: bytes) -> None:

@@ -18,10 +18,12 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from enginewright.route.fleet import Fleet
-from enginewright.route.forward import Forward, in_form_of, no_replica
+from enginewright.route.forward import Forward, no_replica
 from enginewright.route.metrics import RouteMetrics
-from enginewright.route.prefixes import UNREADABLE, read_body
+from enginewright.route.paths import GETS, KEPT, MAX_ID_CHARS, POSTS
+from enginewright.route.prefixes import UNREADABLE, read_body, tenant_of
 from enginewright.route.replica import Replica, read_whole
+from enginewright.route.reply import in_form_of
 from enginewright.route.request import Answer, RoutedRequest, passed_headers
 from enginewright.runtime.server.errors import ApiError, internal, shutting_down
 from enginewright.runtime.server.form import encode
@@ -30,15 +32,7 @@ from enginewright.runtime.server.log import CLIENT_GONE, MAX_PATH_CHARS, REQUEST
 from enginewright.runtime.server.retention import session_of
 from enginewright.runtime.server.wire import BodyReader, ClientGone, header, send_error
 
-# Paths that any replica can answer. All others are refused: a replica may have paths that are not for clients.
-POSTS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/chat/completions/render", "/v1/completions/render", "/v1/embeddings", "/tokenize", "/detokenize"),
-    *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
-)
-GETS = ("/v1/models/{name:path}", "/version", "/openapi.json")
 ID_HEADER = b"x-request-id"
-MAX_ID_CHARS = 200  # length of the id of a response
 MAX_MODELS_BYTES = 1 << 20  # size of a replica's list of models
 ASK_S = 5.0  # seconds for each replica to answer what all are asked
 
@@ -55,13 +49,12 @@ class RouteApp:
         self._fleet, self._hosts = fleet, hosts
         self._bodies = BodyReader(fleet.config.max_body_bytes)
         self._metrics = RouteMetrics(fleet)
-        kept = "/v1/responses/{id}"
         self._starlette = Starlette(
             routes=[
                 *(Route(path, _Proxied(self, path), methods=["POST"]) for path in POSTS),
                 *(Route(path, _Proxied(self, path), methods=["GET"]) for path in GETS),
-                Route(kept, _Proxied(self, kept), methods=["GET", "DELETE"]),
-                Route(f"{kept}/input_items", _Proxied(self, f"{kept}/input_items"), methods=["GET"]),
+                Route(KEPT, _Proxied(self, KEPT), methods=["GET", "DELETE"]),
+                Route(f"{KEPT}/input_items", _Proxied(self, f"{KEPT}/input_items"), methods=["GET"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
                 Route("/metrics", self._show_metrics),
@@ -212,8 +205,7 @@ def _routed(route: str, scope: Scope, body: bytes | None) -> tuple[RoutedRequest
     if body is None:
         return RoutedRequest(route, scope["method"], target, _without_body(headers)), scope["path_params"].get("id")
     keys = read_body(body)
-    credentials = (*header(scope, b"authorization"), *header(scope, b"x-api-key"))
-    tenant = sha256(b"\0".join(credentials)).digest()
+    tenant = tenant_of(scope)
     named = session_of(scope, keys.session)
     session = None if named is None else sha256(tenant + named.encode()).digest()
     return RoutedRequest(route, scope["method"], target, headers, body, keys.keys(tenant), session), keys.kept_id

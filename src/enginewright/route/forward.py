@@ -9,30 +9,24 @@ from starlette.types import Receive, Send
 
 from enginewright.route.fleet import Fleet
 from enginewright.route.prefill import prefilled
-from enginewright.route.replica import MAX_ANSWER_BYTES, LyingReplicaError, Replica, read_whole
+from enginewright.route.replica import Replica, read_whole
+from enginewright.route.reply import LOST, MAX_LOST, EndlessEventError, Reply, lost
 from enginewright.route.request import Answer, RoutedRequest, passed_headers
-from enginewright.runtime.server.anthropic_form import AnthropicError
-from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, Headers, retry_after, shutting_down
-from enginewright.runtime.server.form import typed_event
-from enginewright.runtime.server.log import CLIENT_GONE, log_event
-from enginewright.runtime.server.wire import send_error, until_gone
+from enginewright.runtime.server.errors import OVERLOAD_RETRY_S, ApiError, retry_after, shutting_down
+from enginewright.runtime.server.log import CLIENT_GONE
+from enginewright.runtime.server.wire import until_gone
 
 logger = logging.getLogger(__name__)
 
 MAX_ERROR_BYTES = 1 << 20  # size of an error that another replica may make up for
-MAX_LOST = 2  # replicas that may fail under a request: it might be what makes them fail
 MAX_ROUNDS = 3  # times that all replicas are tried
-LOST = "replica_lost"  # code of the error for a replica that failed under a request
 RETURN_S = 10.0  # seconds to wait for a replica to return
 # Statuses that another replica may make up for; if none does, the client gets the one with the highest rank.
 RETRIED = {404: 0, 500: 1, 502: 2, 503: 2, 529: 2, 429: 3}
 
 
-class Forward:
+class Forward(Reply):
     """A request under way.
-
-    Attributes:
-        status: the status that the client got, or CLIENT_GONE.
 
     Args:
         fleet: the replicas.
@@ -41,10 +35,8 @@ class Forward:
     """
 
     def __init__(self, fleet: Fleet, request: RoutedRequest, among: Sequence[Replica]) -> None:
+        super().__init__(request.route, request.method)
         self._fleet, self._request, self._among = fleet, request, among
-        self.status = 0
-        self._num_events = 0  # events of a stream that were sent
-        self._has_started = False  # True once the head of the answer was sent
         self._is_gone = False  # True once the client has left
         self._arrived = asyncio.get_running_loop().time()
         self._limit: asyncio.Timeout | None = None  # None before the request runs, and once it was stopped
@@ -77,6 +69,9 @@ class Forward:
             self._limit = None
             self._fleet.live.discard(self)
             watch.cancel()
+
+    def _on_start(self) -> None:
+        self._fleet.first_byte.observe(asyncio.get_running_loop().time() - self._arrived)
 
     async def _watch(self, receive: Receive) -> None:
         await until_gone(receive)
@@ -136,7 +131,7 @@ class Forward:
                     answer = None
                 else:
                     answer = Answer(response.status_code, headers, await read_whole(response))
-        except (httpx2.TransportError, httpx2.InvalidURL, TimeoutError) as error:
+        except (httpx2.TransportError, httpx2.InvalidURL, TimeoutError, EndlessEventError) as error:
             outcome = replica.failed(error)
             if outcome == "refused":
                 return no_replica()
@@ -144,10 +139,9 @@ class Forward:
                 why = "the request cannot be passed on: its path or a header is not valid"
                 await self._fail(ApiError(400, why), send)
                 return None
-            lost = ApiError(502, "the replica that computed the answer was lost", code=LOST)
             if not self._has_started:
-                return lost
-            await self._fail(lost, send)
+                return lost()
+            await self._fail(lost(), send)
             return None
         finally:
             replica.outcomes[outcome] += 1
@@ -161,60 +155,8 @@ class Forward:
             await self._send_whole(answer, send)
         return None
 
-    async def _stream(self, response: httpx2.Response, headers: Headers, send: Send) -> None:
-        """Sends whole events, so that an error can follow each of them."""
-        held = bytearray()
-        async for chunk in response.aiter_raw():
-            held += chunk
-            first = max(len(held) - len(chunk) - 3, 0)
-            ends = (held.rfind(end, first) + len(end) for end in (b"\n\n", b"\r\n\r\n") if end in held[first:])
-            if (size := max(ends, default=0)) > 0:
-                await self._start(response.status_code, headers, send)
-                events = bytes(held[:size])
-                self._num_events += events.count(b"\n\n")
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-                del held[:size]
-            if len(held) > MAX_ANSWER_BYTES:
-                raise LyingReplicaError("an event does not end")
-        await self._start(response.status_code, headers, send)
-        await send({"type": "http.response.body", "body": bytes(held), "more_body": False})
-
-    async def _send_whole(self, answer: Answer, send: Send) -> None:
-        length = [] if self._request.method == "HEAD" else [(b"content-length", b"%d" % len(answer.body))]
-        await self._start(answer.status, [*answer.headers, *length], send)
-        await send({"type": "http.response.body", "body": answer.body, "more_body": False})
-
-    async def _start(self, status: int, headers: Headers, send: Send) -> None:
-        if self._has_started:
-            return
-        self._has_started, self.status = True, status
-        self._fleet.first_byte.observe(asyncio.get_running_loop().time() - self._arrived)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def _fail(self, error: ApiError, send: Send) -> None:
-        """Sends an error: as the answer, or as the last event of a stream in the format of its API."""
-        if not self._has_started:
-            self.status = error.status
-            await send_error(send, in_form_of(self._request.route, error))
-            return
-        if self._request.route == "/v1/responses":
-            event = typed_event(
-                "error", sequence_number=self._num_events, code=error.code, message=error.message, param=None
-            )
-        elif self._request.route == "/v1/messages":
-            event = b"event: error\ndata: " + AnthropicError.of(error).body + b"\n\n"
-        else:
-            event = b"data: " + error.body + b"\n\n"
-        log_event(logging.WARNING, "cut", {"path": self._request.route, "code": error.code}, limited="streams")
-        await send({"type": "http.response.body", "body": event, "more_body": False})
-
 
 def no_replica() -> ApiError:
     """503, no replica can be reached, or none is healthy."""
     headers = retry_after(OVERLOAD_RETRY_S)
     return ApiError(503, "no replica takes requests now", code="no_replica", headers=headers)
-
-
-def in_form_of(route: str, error: ApiError) -> ApiError:
-    """An error in the format of a route's API."""
-    return AnthropicError.of(error) if route.startswith("/v1/messages") else error

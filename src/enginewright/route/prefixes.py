@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 import msgspec
+from starlette.types import Scope
+
+from enginewright.runtime.server.wire import header
 
 CHUNK_BYTES = 128  # about 32 tokens
 MAX_KEYS = 4096  # keys of one prompt; text after them does not count
@@ -65,6 +68,12 @@ def _text(value: msgspec.Raw) -> str | None:
         return msgspec.json.decode(value, type=str) if bytes(value) else None
     except UNREADABLE:
         return None
+
+
+def tenant_of(scope: Scope) -> bytes:
+    """The hash of the credentials of a request's client."""
+    credentials = (*header(scope, b"authorization"), *header(scope, b"x-api-key"))
+    return sha256(b"\0".join(credentials)).digest()
 
 
 def read_body(data: bytes) -> RoutedBody:

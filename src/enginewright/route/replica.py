@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import httpx2
 
 from enginewright.route.prefixes import PrefixMemory
+from enginewright.route.reply import MAX_ANSWER_BYTES, EndlessEventError
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,6 @@ HEALTH_TIMEOUT_S = 5.0  # seconds that a health check may take
 MAX_FAILURES = 3  # health checks without an answer after which running requests are given up
 KEEP_ALIVE_S = 30.0  # seconds; shorter than a replica's, so that no request is sent while it closes the connection
 TIMEOUTS = {"connect": 5.0, "write": 60.0, "read": None, "pool": None}  # seconds; an answer may take as long as it does
-MAX_ANSWER_BYTES = 64 << 20  # size of an answer that is not streamed, and of one event
 
 
 class LyingReplicaError(httpx2.TransportError):
@@ -127,7 +127,7 @@ class Replica:
             self.is_healthy = False
             self.num_ejections += 1
 
-    def failed(self, error: httpx2.TransportError | httpx2.InvalidURL | TimeoutError) -> str:
+    def failed(self, error: httpx2.TransportError | httpx2.InvalidURL | TimeoutError | EndlessEventError) -> str:
         """Sends no more requests if a failed attempt is the replica's fault; the attempt's outcome."""
         match error:
             case httpx2.ConnectError() | httpx2.ConnectTimeout():
@@ -135,7 +135,7 @@ class Replica:
                 return "refused"
             case httpx2.LocalProtocolError() | httpx2.InvalidURL():
                 return "invalid"
-            case LyingReplicaError():
+            case LyingReplicaError() | EndlessEventError():
                 return "lost"
         self.eject("it has closed a connection")
         return "lost"
