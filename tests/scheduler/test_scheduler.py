@@ -138,12 +138,12 @@ class Traffic:
             alive = list(self.watch.alive)
             self.watch.finish(alive[self.random.integers(len(alive))])
 
-    def resume(self, share: float) -> None:
-        """Resumes this share of the deferred sequences; some beams branch before."""
+    def resume(self, share: float, *, branches: bool = True) -> None:
+        """Resumes this share of the deferred sequences; some beams branch before if `branches` is true."""
         for sequence in list(self.watch.deferred):
             if self.random.random() < share:
-                parked = sequence.is_beam and sequence.finish_reason is None
-                if parked and len(self.watch.alive) < 12 and self.random.random() < 0.5:
+                parked = branches and sequence.is_beam and sequence.finish_reason is None
+                if parked and len(self.watch.alive) < 20 and self.random.random() < 0.5:
                     self.watch.fork(sequence)
                 self.watch.resume(sequence)
 
@@ -166,7 +166,7 @@ class Traffic:
         for _ in range(3_000):
             if self.watch.alive or self.watch.under_way:
                 self.watch.step()
-                self.resume(1)
+                self.resume(1, branches=False)
         assert not self.watch.alive, "some sequences never end"
         assert self.watch.all_back(), "a block leaked"
 
@@ -203,7 +203,7 @@ def check_traffic(num_steps: int, ahead: int) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_beams_and_late_tokens(ahead: int) -> None:
     """tests/long takes more of them."""
-    check_deferring_traffic(range(3), ahead)
+    check_deferring_traffic(range(6), ahead)
 
 
 def check_deferring_traffic(seeds: Sequence[int], ahead: int) -> None:
