@@ -7,7 +7,7 @@ FIRST, SECOND = (read_body(b'{"prompt": "%s"}' % (word * 200)).keys(b"") for wor
 
 
 def test_a_prompt_returns_to_its_replica() -> None:
-    known = KnownReplicas[str](max_lead=8)
+    known = KnownReplicas(max_lead=8)
     known.takes("a", FIRST)
     known.takes("b", SECOND)
     assert known.ranks(Hints(FIRST), ["b", "a"]) == [["a"], ["b"]]
@@ -15,7 +15,7 @@ def test_a_prompt_returns_to_its_replica() -> None:
 
 
 def test_a_busy_replica_loses_its_prefix() -> None:
-    known = KnownReplicas[str](max_lead=2)
+    known = KnownReplicas(max_lead=2)
     known.takes("a", FIRST)
     for _ in range(2):
         known.begun("a")
@@ -27,7 +27,7 @@ def test_a_busy_replica_loses_its_prefix() -> None:
 
 
 def test_new_prompts_are_spread() -> None:
-    known = KnownReplicas[str](max_lead=8)
+    known = KnownReplicas(max_lead=8)
     assert known.ranks(Hints(), ["a", "b"])[0] == ["a"]
     known.begun("a")
     assert known.ranks(Hints(), ["a", "b"])[0] == ["b"]
@@ -36,7 +36,7 @@ def test_new_prompts_are_spread() -> None:
 
 
 def test_a_replica_that_could_not_answer_is_the_last() -> None:
-    known = KnownReplicas[str](max_lead=8)
+    known = KnownReplicas(max_lead=8)
     known.takes("a", FIRST)
     assert known.ranks(Hints(FIRST, avoid=["a"]), ["a", "b", "c"]) == [["b"], ["a", "c"]]
     assert known.ranks(Hints(FIRST, avoid=["a"]), ["a"]) == [["a"]]
@@ -44,21 +44,21 @@ def test_a_replica_that_could_not_answer_is_the_last() -> None:
 
 
 def test_the_keeper_of_a_response_comes_first_as_long_as_it_runs() -> None:
-    known = KnownReplicas[str](max_lead=0)
+    known = KnownReplicas(max_lead=0)
     known.begun("b")
     assert known.ranks(Hints(replica="b"), ["a", "b"]) == [["b"], ["a"]]
     assert known.ranks(Hints(replica="b"), ["a", "c"])[0] == ["a"]
 
 
 def test_a_replica_that_has_ended_is_forgotten() -> None:
-    known = KnownReplicas[str](max_lead=8)
+    known = KnownReplicas(max_lead=8)
     known.takes("b", FIRST)
     known.keep({"a"})
     assert known.ranks(Hints(FIRST), ["a", "b"])[0] == ["a"]
 
 
 def test_an_end_without_a_beginning_counts_nothing() -> None:
-    known = KnownReplicas[str](max_lead=0)
+    known = KnownReplicas(max_lead=0)
     known.ended("a")
     known.begun("a")
     assert known.ranks(Hints(), ["a", "b"])[0] == ["b"]

@@ -1,13 +1,10 @@
 """Replicas as a request router knows them: the prompts that each has answered, and its running requests."""
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from enginewright.route.choice import choose
 from enginewright.route.prefixes import PrefixMemory
-
-Id = TypeVar("Id", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -29,10 +26,10 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class _Candidate(Generic[Id]):
+class _Candidate:
     """A replica that could answer a request."""
 
-    id: Id  # id
+    id: str  # id
     known: _Known  # what the router knows
     is_healthy: bool  # True unless it could not answer this request before
 
@@ -49,7 +46,7 @@ class _Candidate(Generic[Id]):
         return self.known.prefixes
 
 
-class KnownReplicas(Generic[Id]):
+class KnownReplicas:
     """All replicas by their ids.
 
     Args:
@@ -58,24 +55,22 @@ class KnownReplicas(Generic[Id]):
 
     def __init__(self, max_lead: int) -> None:
         self.max_lead = max_lead
-        self._known: dict[Id, _Known] = {}
+        self._known: dict[str, _Known] = {}
 
-    def keep(self, ids: Collection[Id]) -> None:
+    def keep(self, ids: Collection[str]) -> None:
         """Forgets all replicas but these."""
         self._known = {id: known for id, known in self._known.items() if id in ids}
 
-    def ranks(self, hints: Hints, ids: Collection[Id]) -> list[list[Id]]:
+    def ranks(self, hints: Hints, ids: Collection[str]) -> list[list[str]]:
         """The replicas in the order in which they are tried, those of a rank equally.
 
         Args:
             hints: of the request.
-            ids: ids of the replicas that run. A hint names one by its text.
+            ids: ids of the replicas that run.
         """
-        by_text = {str(id): id for id in ids}
-        if hints.replica in by_text:
-            best: Id | None = by_text[hints.replica]
-        else:
-            candidates = [_Candidate(id, self._of(id), text not in hints.avoid) for text, id in by_text.items()]
+        best = hints.replica
+        if best not in ids:
+            candidates = [_Candidate(id, self._of(id), id not in hints.avoid) for id in ids]
             chosen = choose(hints.keys, candidates, self.max_lead)
             best = None if chosen is None else chosen.id
         if best is None:
@@ -83,19 +78,19 @@ class KnownReplicas(Generic[Id]):
         others = [id for id in ids if id != best]
         return [[best], others] if others else [[best]]
 
-    def begun(self, id: Id) -> None:
+    def begun(self, id: str) -> None:
         """Counts a request that is sent to a replica."""
         self._of(id).num_running += 1
 
-    def ended(self, id: Id) -> None:
+    def ended(self, id: str) -> None:
         """Counts a request that has ended, however it did; Ray reports some that were never sent."""
         known = self._of(id)
         known.num_running = max(known.num_running - 1, 0)
         known.num_sent += 1
 
-    def takes(self, id: Id, keys: Sequence[bytes]) -> None:
+    def takes(self, id: str, keys: Sequence[bytes]) -> None:
         """Remembers a prompt that a replica has begun to answer."""
         self._of(id).prefixes.remember(keys)
 
-    def _of(self, id: Id) -> _Known:
+    def _of(self, id: str) -> _Known:
         return self._known.setdefault(id, _Known())

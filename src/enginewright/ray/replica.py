@@ -74,7 +74,7 @@ class Replica:
         engines = [settings.engines[0]] if len(settings.engines) == 1 else list(settings.engines)
         self._engines = await open_engines(engines, settings.server, dict(settings.limits))
         self._app = App(self._engines, HostCheck(ANYWHERE, ANYWHERE, settings.server.allowed_hosts))
-        self._id = str(serve.get_replica_context().replica_id)
+        self._id = serve.get_replica_context().replica_id.unique_id
         self._watching = asyncio.create_task(self._watch())
         self._running: set[asyncio.Task[None]] = set()  # a task that nothing else refers to might be collected
         gc.collect()

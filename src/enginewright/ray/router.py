@@ -11,7 +11,7 @@ class PrefixRouter(RequestRouter):
     """Prefers the replica that has least to do for a request. Calls name their prompt by the argument `hints`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self._known: KnownReplicas[ReplicaID] = KnownReplicas(max_lead=0)
+        self._known = KnownReplicas(max_lead=0)
         super().__init__(*arguments, **named)
 
     def initialize_state(self, max_lead: int) -> None:
@@ -27,18 +27,18 @@ class PrefixRouter(RequestRouter):
             candidate_replicas: the replicas that run.
             pending_request: the request.
         """
-        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranks = self._known.ranks(_hints(pending_request), list(by_id))
         return [[by_id[id] for id in rank] for rank in ranks]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forgets replicas that have ended."""
-        self._known.keep({replica.replica_id for replica in replicas})
+        self._known.keep({replica.replica_id.unique_id for replica in replicas})
         super().update_replicas(replicas)
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Counts a request that is sent."""
-        self._known.begun(replica_id)
+        self._known.begun(replica_id.unique_id)
         super().on_send_request(replica_id)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -49,7 +49,7 @@ class PrefixRouter(RequestRouter):
             replica_id: the replica.
             result: the result that will come.
         """
-        self._known.takes(replica_id, _hints(pending_request).keys)
+        self._known.takes(replica_id.unique_id, _hints(pending_request).keys)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Counts a request that has ended.
@@ -58,7 +58,7 @@ class PrefixRouter(RequestRouter):
             replica_id: the replica.
             internal_request_id: Ray's id of the request.
         """
-        self._known.ended(replica_id)
+        self._known.ended(replica_id.unique_id)
 
 
 def _hints(request: PendingRequest | None) -> Hints:
