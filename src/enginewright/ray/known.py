@@ -9,7 +9,7 @@ from enginewright.route.prefixes import PrefixMemory
 
 @dataclass(frozen=True)
 class Hints:
-    """What a request says about its replica."""
+    """Facts of a request that decide its replica."""
 
     keys: Sequence[bytes] = ()  # chained keys of its prompt
     replica: str | None = None  # id of the replica that keeps the response which is continued
