@@ -127,8 +127,11 @@ class PeerBlobs:
         try:
             with closing(self._connect()) as channel:
                 channel.send(FIND + b"".join(names))
-                return [bool(byte) for byte in channel.receive(len(names))]
-        except (OSError, TransferError) as error:
+                found = channel.receive(len(names))
+                if len(found) != len(names):
+                    raise TransferError("a peer answers for other names")
+                return [bool(byte) for byte in found]
+        except (OSError, TransferError, ValueError) as error:
             raise self._failure(error) from error
 
     def get(self, names: Sequence[bytes]) -> Iterator[bytearray | None]:
@@ -138,7 +141,7 @@ class PeerBlobs:
                 channel.send(GET + b"".join(names))
                 for _ in names:
                     yield channel.receive(self._max_bytes) or None
-        except (OSError, TransferError) as error:
+        except (OSError, TransferError, ValueError) as error:
             raise self._failure(error) from error
 
     def put(self, name: bytes, content: bytes) -> None:
@@ -148,7 +151,7 @@ class PeerBlobs:
                 channel.send(PUT + name)
                 channel.send(content)
                 channel.receive(0)
-        except (OSError, TransferError) as error:
+        except (OSError, TransferError, ValueError) as error:
             raise self._failure(error) from error
 
     def close(self) -> None:

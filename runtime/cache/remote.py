@@ -30,6 +30,7 @@ NONCE = bytes(12)
 SEARCHERS, READERS, WRITERS = 4, 4, 4  # threads
 WINDOW = 64  # blocks that are searched for at a time, once the first one was found
 MAX_KNOWN = 1 << 17  # entries that are remembered to be in the store
+KNOWN_S = 3600.0  # seconds for which they are: others may remove them
 FIRST_PAUSE_S = 1.0  # seconds for which a store that has failed is left alone; doubled at each further failure
 MAX_PAUSE_S = 60.0
 CAUSES = ("unreachable", "refused", "failed", "damaged")  # of failures
@@ -79,8 +80,8 @@ class EntryCipher:
     """Names and encrypts entries, with the secret that servers share.
 
     A name, and the key of a content, are HMACs of the engine's identity and the entry. As the entry's own key depends
-    on all tokens and on the tenant, whoever reads the store without the secret learns no tokens, and cannot test
-    whether a known prompt is there.
+    on all tokens and on the tenant, a reader of the store without the secret learns no tokens, and cannot test whether
+    a known prompt is there.
 
     Args:
         secret: the secret.
@@ -152,7 +153,7 @@ class RemoteStore(PrefixStore):
         super().__init__([SEAL_BYTES + size for size in place_bytes], "kv-remote", READERS, WRITERS)
         self._blobs, self._cipher = blobs, cipher
         self._searcher = ThreadPoolExecutor(SEARCHERS, "kv-remote-find")
-        self._known: dict[Entry, None] = {}  # entries that were there when they were last used, the oldest first
+        self._known: dict[Entry, float] = {}  # time.monotonic until which entries count as there, the oldest first
         self._damaged: set[Entry] = set()  # entries to be written again, although they are there
         self._pause_s, self._paused_until = FIRST_PAUSE_S, 0.0  # seconds, and time.monotonic
         self._closed_at = float("inf")  # time.monotonic from which nothing is written any more
@@ -169,7 +170,7 @@ class RemoteStore(PrefixStore):
         return self._paused_until < now < self._closed_at
 
     def has(self, entry: Entry) -> bool:
-        return entry in self._known or entry in self._pending
+        return entry in self._pending or self._is_known(entry)
 
     def find(self, keys: Sequence[bytes]) -> "Future[FoundEntries]":
         return self._searcher.submit(self._find, keys)
@@ -188,12 +189,12 @@ class RemoteStore(PrefixStore):
             return FoundEntries(found, 0.0)
         try:
             for window in _windows(keys):
-                asked = {(group, key): (group, key) in self._known for key in window for group in groups}
+                asked = {(group, key): self._is_known((group, key)) for key in window for group in groups}
                 unknown = [entry for entry, is_known in asked.items() if not is_known]
                 there = self._blobs.find([self._cipher.name(entry) for entry in unknown]) if unknown else ()
                 asked.update(zip(unknown, there, strict=True))
                 hits = [entry for entry, is_there in asked.items() if is_there]
-                self._remember(hits)
+                self._remember([entry for entry in unknown if asked[entry]])
                 for group, key in hits:
                     found[group].add(key)
                 if not hits:
@@ -242,9 +243,14 @@ class RemoteStore(PrefixStore):
         except StoreError as error:
             self._failed(error)
 
+    def _is_known(self, entry: Entry) -> bool:
+        return time.monotonic() < self._known.get(entry, 0.0)
+
     def _remember(self, entries: Sequence[Entry]) -> None:
         with self._lock:
-            self._known.update(dict.fromkeys(entries))
+            for entry in entries:
+                self._known.pop(entry, None)
+                self._known[entry] = time.monotonic() + KNOWN_S
             while len(self._known) > MAX_KNOWN:
                 del self._known[next(iter(self._known))]
 

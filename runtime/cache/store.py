@@ -1,7 +1,7 @@
 """Stores of prefixes outside the KV cache: what a scheduler needs of them, and the queue of what they have to write.
 
 An entry is the content of a block or a snapshot. It is found by its cache group and its key (`keys.py`), so equal
-tokens of one tenant have equal entries, and whoever has computed an entry first has computed it for all.
+tokens of one tenant have equal entries, and a process finds what any other has computed.
 """
 
 import json

@@ -242,7 +242,9 @@ class StoredPrefixes:
         best_s, most_saved_s = None, 0.0
         for entries in sources.values():
             found.append(entries)
-            also = [_AnyOf(*keys) for keys in zip(*(one.keys for one in found), strict=True)]
+            also: Sequence[Container[bytes]] = found[0].keys
+            if len(found) > 1:
+                also = [_AnyOf(*keys) for keys in zip(*(one.keys for one in found), strict=True)]
             num_found = self._cache.num_shared(wanted, also)
             if num_found <= num_before:
                 continue

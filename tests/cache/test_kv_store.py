@@ -298,9 +298,14 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found(kept) == [set(KEYS[:5])] and len(kept._known) == 3
 
 
-def test_a_removed_entry_is_written_again() -> None:
+def test_a_removed_entry_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missed when it is read, or after a while when it is saved again."""
     blobs = Held()
     with closing(store(blobs)) as kept:
+        monkeypatch.setattr(remote, "KNOWN_S", 0.0)
+        saved(kept, [9])
+        assert not kept.has((0, KEYS[9]))
+        monkeypatch.undo()
         saved(kept, range(3))
         MemoryBlobs.close(blobs)
         assert found(kept) == [set(KEYS[:3])] and read(kept, range(3)) == [] and not kept.has((0, KEYS[0]))
