@@ -20,7 +20,7 @@ from enginewright.builder.model_list import families, wrappers
 from enginewright.cli import main
 from tests.helpers.documents import PAGES, ROOT, SERVER, blocks, prose
 
-LANGUAGES = {"sh", "python", "json", "toml", "promql", "text", "mermaid", ""}
+LANGUAGES = {"sh", "python", "json", "toml", "yaml", "promql", "text", "mermaid", ""}
 # Options of other programs that pages name in the prose.
 OTHERS = {"--api-key", "--inplace", "--local-dir", "--shm-size"}
 OTHERS_OF = {

@@ -76,7 +76,7 @@ def remote_prefix(request: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def handover(request: Request) -> dict[str, Any]:
-    """What the worker that computed a prompt gives to the one that will answer; without a full block, nothing moves."""
+    """The parameters for the worker that will answer, from the one that computed a prompt; None: no block is full."""
     return {"kv_transfer_params": request.kv_transfer_params}
 
 
