@@ -99,7 +99,7 @@ class PeerServer:
             channel.send(bytes(self._blobs.find(names)))
         elif what == GET:
             for content in self._blobs.get(names):
-                channel.send(content or b"")
+                channel.send(memoryview(content or b""))
         elif what == PUT and len(names) == 1:
             self._blobs.put(names[0], channel.receive(self._max_bytes))
             channel.send(b"")

@@ -6,7 +6,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.kind import Copies
@@ -197,8 +197,8 @@ class StoredPrefixes:
         """Waits until the stores have been searched or read, at most this number of seconds."""
         if self._sequence is None:
             return
-        searches: list[Future[FoundEntries]] = [one.found for one in self._searches.get(self._sequence, ())]
-        pending = [one.entries for one in self._reads] or searches
+        searches, reads = self._searches.get(self._sequence, ()), self._reads
+        pending: list[Future[Any]] = [one.entries for one in reads] if reads else [one.found for one in searches]
         if pending:
             futures.wait(pending, seconds)
 

@@ -399,5 +399,5 @@ async def _encode(llm: AsyncLLM, prompt: Prompt, *, add_special_tokens: bool = T
         return await llm.encode(prompt, add_special_tokens=add_special_tokens)
 
 
-def _json(content: dict[str, Any], status: int = 200) -> Response:
+def _json(content: dict[str, Any] | list[dict[str, Any]], status: int = 200) -> Response:
     return Response(encode(content), status, media_type="application/json")

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from enginewright.errors import UsageError
+from enginewright.runtime.cache.eviction import MAX_TTL_S
 from enginewright.runtime.core.prompts import Prompt
 from enginewright.runtime.grammar.json_schema import held
 from enginewright.runtime.sampling.parameters import MAX_BIASED_TOKENS, MAX_STOPS
@@ -22,7 +23,6 @@ from enginewright.runtime.server.form import Include
 from enginewright.runtime.server.keys import Known, Unread, UnusedKeys, ignored, not_implemented, refused, used_keys
 from enginewright.runtime.server.retention import (
     DEFAULT_TTL_S,
-    MAX_TTL_S,
     CacheControl,
     PromptCacheOptions,
     RetentionDirective,

@@ -198,8 +198,8 @@ class _Forward(Reply):
         except BackPressureError:
             return overloaded("all replicas are full")
         except DeploymentUnavailableError:
-            why, headers = "no replica takes requests now", retry_after(OVERLOAD_RETRY_S)
-            return ApiError(503, why, code="no_replica", headers=headers)
+            why = "no replica takes requests now"
+            return ApiError(503, why, code="no_replica", headers=retry_after(OVERLOAD_RETRY_S))
         finally:
             if not has_ended:  # such as when the client has left, for which Ray cancels this task
                 pieces.cancel()

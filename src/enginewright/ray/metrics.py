@@ -19,7 +19,7 @@ def merged(pages: Mapping[str, str]) -> bytes:
             joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             joined.samples += [one._replace(labels={"replica": replica, **one.labels}) for one in family.samples]
     registry = CollectorRegistry()
-    registry.register(_Families(list(families.values())))  # type: ignore[arg-type]
+    registry.register(_Families(list(families.values())))
     return generate_latest(registry)
 
 

@@ -7,7 +7,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from enginewright.ray.known import Hints, KnownReplicas
 
 
-class PrefixRouter(RequestRouter):
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Prefers the replica that has least to do for a request. Calls name their prompt by the argument `hints`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
