@@ -78,7 +78,7 @@ def test_a_mixture_of_all_experts_is_the_dense_model(
     name: str, models: tuple[MemoryCheckpoint, MemoryCheckpoint], tmp_path: Path
 ) -> None:
     dense, mixture = models
-    method = {one.name: one for one in METHODS}[name]()
+    method = {one.info.name: one for one in METHODS}[name]()
     errors = relative_error(
         logits(mixture, method, tmp_path / "mixture.engine"), logits(dense, method, tmp_path / "dense.engine")
     )
