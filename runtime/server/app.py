@@ -282,7 +282,8 @@ class CompletionRoute(ABC):
         arrived, log = time.perf_counter(), scope["log"]
         try:
             async with self._ready(scope, receive) as ready:
-                body, service, tokenizer = ready.body, ready.service, ready.service.llm.engine.tokenizer
+                body, service = ready.body, ready.service
+                tokenizer = service.llm.engine.tokenizer
                 id = f"{self._form.id_prefix}{token_hex(12)}"
                 form = ready.form(id, log.model, service.fingerprint, tokenizer, body.include())
                 log.request_id = id
@@ -316,7 +317,7 @@ class CompletionRoute(ABC):
         """
         async with self._ready(request.scope, request.receive) as ready:
             model, llm = request.scope["log"].model, ready.service.llm
-            rendered = []
+            rendered: list[dict[str, Any]] = []
             for prompt in ready.prompts:
                 ids = await _encode(llm, prompt)
                 check_prompt(ids, llm.engine.plan.vocab_size, llm.max_model_len)
@@ -325,7 +326,7 @@ class CompletionRoute(ABC):
         return _json(rendered if self._form is CompletionForm else rendered[0])
 
     @asynccontextmanager
-    async def _ready(self, scope: Scope, receive: Receive) -> AsyncIterator["ReadyRequest"]:
+    async def _ready(self, scope: Scope, receive: Receive) -> AsyncIterator[ReadyRequest]:
         """Reads and checks a request, and keeps its engine open. Raises ApiError if it is not valid."""
         data = await self._engines.bodies.read(scope, receive)
         unused, prompt_key, renames = _unused(self._engines, scope), self._form.prompt_key, self._form.renames
