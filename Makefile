@@ -42,7 +42,7 @@ DOCS := .cache/docs/installed.stamp
 
 # Packages of other projects for single files of tests/long, each in an environment of its own, since they need other
 # versions of libraries: clients, an S3 server, and what runs several replicas. tests/long/NAME.txt lists them.
-OTHERS := $(patsubst %,.cache/%/installed.stamp,clients agents object_store ray)
+OTHERS := $(patsubst %,.cache/%/installed.stamp,clients agents object_store ray routers)
 DYNAMO := .cache/dynamo/installed.stamp
 
 # A browser and its driver, for tests/long/test_page.py. This Chromium includes its libraries.
