@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginewright.cli import main
+from enginewright.runtime.config import RuntimeConfig
 from tests.helpers.documents import PAGES, ROOT, blocks
 from tests.helpers.serving import COMPLETIONS, port_of, process, running, wait_until
 
@@ -34,7 +35,9 @@ def unit() -> Mapping[str, str]:
 
 def render(name: str, **values: Any) -> Any:
     """A template of the chart, for the few forms that ours have."""
-    known = yaml.safe_load((CHART / "values.yaml").read_text()) | values
+    known = yaml.safe_load((CHART / "values.yaml").read_text())
+    for key, given in values.items():
+        known[key] = known[key] | given if isinstance(given, dict) else given
 
     def value(path: str) -> Any:
         found: Any = known
@@ -47,7 +50,7 @@ def render(name: str, **values: Any) -> Any:
         if text == ".Release.Name":
             return "release"
         if found := re.fullmatch(r"\.Values\.([\w.]+)( \| quote)?", text):
-            return json.dumps(str(value(found[1])) if found[2] else value(found[1]))
+            return json.dumps(str(value(found[1]))) if found[2] else str(value(found[1]))
         if found := re.fullmatch(r"toJson \.Values\.([\w.]+)", text):
             return json.dumps(value(found[1]))
         found = re.fullmatch(r"add \.Values\.([\w.]+) (\d+)", text)
@@ -58,10 +61,11 @@ def render(name: str, **values: Any) -> Any:
     blocks: list[bool] = []
     repeated: list[Any] | None = None
     for line in (CHART / "templates" / name).read_text().splitlines():
-        if found := re.fullmatch(r" *\{\{- (if|if not|range) \.Values\.([\w.]+) \}\}", line):
-            kind, given = found[1], value(found[2])
+        if found := re.fullmatch(r' *\{\{- (if|if not|if eq|if ne|range) \.Values\.([\w.]+)(?: "(\w+)")? \}\}', line):
+            kind, given, other = found[1], value(found[2]), found[3]
             repeated = given if kind == "range" else repeated
-            blocks.append(bool(given) != (kind == "if not"))
+            assert (other is not None) == (kind in ("if eq", "if ne")), line
+            blocks.append((given == other) == (kind == "if eq") if other else bool(given) != (kind == "if not"))
         elif re.fullmatch(r" *\{\{- end \}\}", line):
             blocks.pop()
             repeated = None
@@ -157,13 +161,72 @@ def test_chart() -> None:
     assert deployment["spec"]["replicas"] == 1
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
+    assert service["spec"]["ports"] == [{"name": "http", "port": 9000, "targetPort": 9000}]
     assert container(port=9000)["ports"] == [{"name": "http", "containerPort": 9000}]
-    assert "env" not in container()
-    assert container(apiKeySecret="keys")["env"][0]["valueFrom"]["secretKeyRef"]["name"] == "keys"
+    assert [one["name"] for one in container()["env"]] == ["POD_IP"]
+    assert container(apiKeySecret="keys")["env"][1]["valueFrom"]["secretKeyRef"]["name"] == "keys"
     scaled = {"enabled": True, "minReplicas": 2, "maxReplicas": 8, "waitingPerReplica": 4}
     assert render("autoscaler.yaml") is None
     assert render("autoscaler.yaml", autoscaling=scaled)["spec"]["maxReplicas"] == 8
     assert "replicas" not in render("deployment.yaml", autoscaling=scaled)["spec"]
+
+
+def pod(**values: Any) -> Any:
+    return render("deployment.yaml", **values)["spec"]["template"]
+
+
+def test_pods_are_endpoints_of_an_inference_pool() -> None:
+    """The pool selects the pods of all releases that name it, at the port where they answer."""
+    assert render("inferencepool.yaml") is None
+    named = {"name": "llama", "picker": "picker", "failureMode": "FailOpen"}
+    pool = render("inferencepool.yaml", inferencePool=named, port=9000)
+    assert (pool["apiVersion"], pool["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
+    assert set(pool["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}
+    assert pool["spec"]["targetPorts"] == [{"number": 9000}]
+    assert pool["spec"]["endpointPickerRef"] == {"name": "picker", "port": {"number": 9002}, "failureMode": "FailOpen"}
+    assert render("inferencepool.yaml", inferencePool={"name": "llama", "create": False}) is None
+    labels = pod(inferencePool=named)["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert labels["llm-d.ai/engine-type"] == labels["inference.networking.k8s.io/engine-type"] == "vllm"
+    options = parse(container(inferencePool=named, kvEvents={"port": 5557, "model": "llama"})["args"]).params
+    assert (options["metrics_compat"], options["kv_events"]) == ("vllm", "tcp://*:5557")
+    assert options["kv_events_topic"] == "kv@$(POD_IP):8000@llama"
+    assert parse(container()["args"]).params["metrics_compat"] is None
+
+
+@pytest.mark.parametrize(("role", "label"), [("prefill", "prefill"), ("decode", "decode"), ("both", "prefill-decode")])
+def test_pods_have_roles(role: str, label: str) -> None:
+    sidecar = "" if role == "prefill" else "sidecar:1"
+    values = {"role": role, "secret": "kv", "sidecarImage": sidecar}
+    template = pod(kvTransfer=values, port=9000)
+    assert template["metadata"]["labels"]["llm-d.ai/role"] == label
+    engine = container(kvTransfer=values, port=9000)
+    options = parse(engine["args"]).params
+    assert (options["kv_role"], options["kv_secret_file"]) == (role, "/secrets/kv.secret")
+    assert options["kv_listen"] == (None if role == "decode" else "$(POD_IP):9001")
+    listen = options["kv_listen"] and options["kv_listen"].replace("$(POD_IP)", "10.0.0.1")
+    RuntimeConfig(kv_role=role, kv_secret_file=options["kv_secret_file"], kv_listen=listen)
+    assert engine["volumeMounts"][-1] == {"name": "kv-secret", "mountPath": "/secrets", "readOnly": True}
+    assert template["spec"]["volumes"][-1] == {"name": "kv-secret", "secret": {"secretName": "kv"}}
+    engine_port = 8200 if sidecar else 9000
+    assert options["port"] == engine_port == engine["ports"][0]["containerPort"]
+    if not sidecar:
+        assert "initContainers" not in template["spec"]
+        return
+    (found,) = template["spec"]["initContainers"]
+    assert found["restartPolicy"] == "Always" and found["ports"] == [{"name": "sidecar", "containerPort": 9000}]
+    assert {"--port=9000", "--model-server-port=8200", "--kv-connector=nixlv2"} <= set(found["args"])
+    assert found["securityContext"] == engine["securityContext"]
+
+
+def test_values_of_the_documentation_are_the_charts() -> None:
+    known = yaml.safe_load((CHART / "values.yaml").read_text())
+    given = [yaml.safe_load(block.text) for page in PAGES for block in blocks(page, "yaml")]
+    assert len(given) == 4
+    for values in given:
+        assert all(set(inner) <= set(known[key]) for key, inner in values.items())
+        parse(container(**values)["args"])
+        assert pod(**values)["metadata"]["labels"]
 
 
 def expressions() -> list[str]:

@@ -24,6 +24,7 @@ LANGUAGES = {"sh", "python", "json", "toml", "yaml", "promql", "text", "mermaid"
 # Options of other programs that pages name in the prose.
 OTHERS = {"--api-key", "--inplace", "--local-dir", "--shm-size"}
 OTHERS_OF = {
+    "gateway.md": {"--enable-ssrf-protection", "--kv-connector"},
     "dynamo.md": {
         *("--custom-jinja-template", "--discovery-backend", "--dyn-reasoning-parser", "--dyn-tool-call-parser"),
         *("--migration-limit", "--namespace", "--router-mode"),
