@@ -14,7 +14,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.serving import CHAT, free_port
+from tests.helpers.serving import CHAT, COMPLETIONS, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ROOT / ".cache/dynamo/python"  # `make test-long` installs them
@@ -150,8 +150,12 @@ class Deployment:
     def _knows(self, worker: Process) -> bool:
         port = worker.port_of("actual_addr=")
         instances = json.loads(send(self.port, "GET", "/health")[1]).get("instances", ())
-        there = any(one["endpoint"] == "generate" and f":{port}/" in one["transport"]["tcp"] for one in instances)
-        return there and json.loads(send(self.port, "GET", "/v1/models")[1])["data"] != []
+        return any(one["endpoint"] == "generate" and f":{port}/" in one["transport"]["tcp"] for one in instances)
+
+    def wait_for_answers(self) -> None:
+        """Waits until the frontend sends requests to a worker."""
+        body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1}
+        until(lambda: send(self.port, "POST", COMPLETIONS, body)[0] == 200)
 
     def ask(self, path: str, **body: Any) -> Any:
         """Sends a request, which must succeed."""
@@ -194,6 +198,7 @@ def computed_prompt_tokens(
         stack.enter_context(deployment.frontend("--router-mode", mode))
         for _ in range(2):
             stack.enter_context(deployment.worker("--max-model-len", 4096, *options, engine=engine))
+        deployment.wait_for_answers()
         with ThreadPoolExecutor(clients) as pool:
             for _ in range(10):
                 order.shuffle(conversations)  # or round robin would send each to the same worker again

@@ -30,6 +30,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     """A frontend, and `workers` of SmolLM2."""
     deployment = Deployment(tmp_path_factory.mktemp("dynamo"))
     with deployment.frontend(), deployment.worker(), deployment.worker():
+        deployment.wait_for_answers()
         yield deployment
 
 
@@ -179,6 +180,7 @@ def test_workers_end_under_load(tmp_path: Path) -> None:
     with ExitStack() as stack:
         stack.enter_context(deployment.frontend(*MIGRATE))
         workers = [stack.enter_context(deployment.worker()) for _ in range(2)]
+        deployment.wait_for_answers()
         answers = Answers(deployment)
         load = Load(answers.ask)
         with load.running():
@@ -212,6 +214,12 @@ def test_prefill_and_decode_apart(tmp_path: Path, alone: Running) -> None:
         stack.enter_context(deployment.frontend())
         options = ("--kv-secret-file", secret, "--disaggregation-mode")
         prefill, decode = [stack.enter_context(deployment.worker(*options, role)) for role in roles]
+
+        def is_apart() -> bool:
+            deployment.wait_for_answers()
+            return prefill.counter("prompt_tokens_total") > 0
+
+        until(is_apart)
         for prompt in (PROMPT, PROMPT[:20]):  # the second one has no full block, so that nothing moves
             body = {"prompt": prompt, "max_tokens": 16, "temperature": 0}
             (ours,) = deployment.ask(COMPLETIONS, **body)["choices"]

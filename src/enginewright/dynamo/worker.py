@@ -19,6 +19,7 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot, KvEventSource, ZmqSource
 from dynamo.common.constants import DisaggregationMode
+from dynamo.common.utils.token_ids import token_ids_to_list
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
@@ -78,6 +79,7 @@ class DynamoWorker(LLMEngine):  # type: ignore[misc]
         self._running: dict[str, AsyncRequest] = {}  # started requests by Dynamo's id
         self._idle = asyncio.Event()  # set while nothing runs
         self._idle.set()
+        self._failed = False  # True once the engine has failed
         self._publisher: Any = None  # takes reports of the load of the KV cache; None: nothing asks for them
         self._loads: asyncio.Task[None] | None = None  # reports it
         self._registration = LlmRegistration(
@@ -155,9 +157,10 @@ class DynamoWorker(LLMEngine):  # type: ignore[misc]
         except UsageError as error:
             raise InvalidArgument(str(error)) from error
         except EngineDeadError as error:
-            if self._llm is not None:  # it has failed: Dynamo takes the worker out, and the process ends
+            if self._llm is not None and not self._llm.is_alive and not self._failed:
+                self._failed = True
                 logger.error("the worker ends, since its engine has failed")
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)  # Dynamo takes the worker out, and the process ends
             raise EngineShutdown(str(error)) from error
         except EngineError as error:
             raise Unknown(str(error)) from error
@@ -171,7 +174,7 @@ class DynamoWorker(LLMEngine):  # type: ignore[misc]
         if prefills:
             params, transfer = SamplingParams(temperature=0.0, max_tokens=1), {"do_remote_decode": True}
         prepared = await llm.prepare(
-            list(request["token_ids"]),
+            token_ids_to_list(request["token_ids"]),
             params,
             cache_salt=cache_salt(request),
             work=work_class(request),
