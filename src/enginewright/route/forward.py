@@ -124,9 +124,7 @@ class Forward(Reply):
                 outcome = str(response.status_code)
                 if response.status_code in RETRIED:
                     return Answer(response.status_code, headers, await read_whole(response, MAX_ERROR_BYTES))
-                if response.status_code == 400 and request.original is not None:
-                    answer = Answer(400, headers, await read_whole(response, MAX_ERROR_BYTES))
-                elif response.headers.get("content-type", "").startswith("text/event-stream"):
+                if response.headers.get("content-type", "").startswith("text/event-stream"):
                     await self._stream(response, headers, send)
                     answer = None
                 else:
