@@ -117,9 +117,11 @@ class Stores:
 
     def close(self) -> None:
         """Writes what is queued, and ends connections and threads."""
-        for one in (self._disk, self._remote, self._server):
-            if one is not None:
-                one.close()
+        for store in (self._disk, self._remote):
+            if store is not None:
+                store.close()
+        if self._server is not None:
+            self._server.close()
 
     def _open_blobs(self, config: RuntimeConfig, identity: str, secret: bytes, facts: Facts, max_bytes: int) -> Blobs:
         """Opens the place where servers share entries: this server's memory, a peer's, or a bucket."""

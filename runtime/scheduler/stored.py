@@ -197,8 +197,9 @@ class StoredPrefixes:
         """Waits until the stores have been searched or read, at most this number of seconds."""
         if self._sequence is None:
             return
-        searches, reads = self._searches.get(self._sequence, ()), self._reads
-        pending: list[Future[Any]] = [one.entries for one in reads] if reads else [one.found for one in searches]
+        pending: list[Future[Any]] = [one.entries for one in self._reads]
+        if not pending:
+            pending = [one.found for one in self._searches.get(self._sequence, ())]
         if pending:
             futures.wait(pending, seconds)
 
@@ -239,7 +240,8 @@ class StoredPrefixes:
         sources, found = self._found(sequence), list[FoundEntries]()
         wanted, num_before = self._prefixes.keys_of(sequence), num_there
         best: dict[_Source, list[Entry]] = {}
-        best_s, most_saved_s = None, 0.0
+        best_s: float | None = None  # seconds to compute what the best reads bring
+        most_saved_s = 0.0
         for entries in sources.values():
             found.append(entries)
             also: Sequence[Container[bytes]] = found[0].keys
@@ -248,7 +250,8 @@ class StoredPrefixes:
             num_found = self._cache.num_shared(wanted, also)
             if num_found <= num_before:
                 continue
-            num_before, parts = num_found, dict[_Source, list[Entry]]()
+            num_before = num_found
+            parts: dict[_Source, list[Entry]] = {}
             for group, key in self._cache.missing_blocks(wanted[:num_found]):
                 source = next(source for source, one in sources.items() if key in one.keys[group])
                 parts.setdefault(source, []).append((group, key))
@@ -258,7 +261,8 @@ class StoredPrefixes:
                 saved_s = seconds - max(source.cost.of_read(self._bytes_of(part)) for source, part in parts.items())
                 if saved_s < most_saved_s:
                     continue
-            best, best_s, most_saved_s = parts, seconds, saved_s
+            best, best_s = parts, seconds
+            most_saved_s = saved_s
         if not best and num_before > num_there:
             for source in parts:
                 source.cost.did_not_pay()

@@ -33,7 +33,7 @@ def unit() -> Mapping[str, str]:
     return parser["Service"]
 
 
-def render(name: str, **values: Any) -> Any:
+def render(name: str, **values: Any) -> Any:  # noqa: C901  (a template's forms are read in one place)
     """A template of the chart, for the few forms that ours have."""
     known = yaml.safe_load((CHART / "values.yaml").read_text())
     for key, given in values.items():
