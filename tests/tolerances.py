@@ -191,3 +191,11 @@ BEAM_SCORE = 1e-2
 # Nats, log-probability of the few tokens of a choice that lm-eval gets from SmolLM2 in int8-wo, against transformers
 # in fp32 on the source's weights; measured 0.38, of a sum that is -7. A token too many or too few is more than 1.
 LM_EVAL_NATS = 0.6
+
+# Relative error of a mean wait of 60,000 simulated requests against the formula of the queue: waits of neighbours are
+# correlated, so the standard deviation over seeds is about 1.5 %.
+SIMULATED_WAIT = 0.05
+
+# Relative difference of computed prompt tokens between real replicas and simulated ones: the latter find prefixes in
+# keys of 128 bytes, here 32 tokens, and the former in blocks of 16, of turns of 128 tokens.
+SIMULATED_TOKENS = 0.1
