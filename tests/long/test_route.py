@@ -1,4 +1,4 @@
-"""The proxy before two processes of `engine run`: one is killed under load, and each is replaced."""
+"""The proxy before processes of `engine run`: replicas are killed under load and replaced, also one that prefills."""
 
 import json
 import re
@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.passes.quant import quant_config
 from tests.helpers.load import CLIENTS, Load
-from tests.helpers.serving import CHAT, free_port, tiny_engine, wait_until
+from tests.helpers.serving import CHAT, COMPLETIONS, free_port, tiny_engine, wait_until
 
-READY = re.compile(r"(?:serving tiny|routing) at http://127\.0\.0\.1:(\d+)/v1")
+READY = re.compile(r"(?:serving \w+|routing) at http://127\.0\.0\.1:(\d+)/v1")
 
 
 @contextmanager
@@ -89,3 +93,48 @@ def test_replicas_end_under_load(number: signal.Signals) -> None:
     cut = load.outcomes.pop("cut: replica_lost", 0)
     assert set(load.outcomes) == {"whole", "stream"} and cut <= 2 * CLIENTS, load.outcomes
     assert number == signal.SIGKILL or cut == 0
+
+
+def fetch(port: int, method: str, path: str, body: object = None) -> str:
+    """The body of an answer, whose status must be 200."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    try:
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        data = response.read().decode()
+    finally:
+        connection.close()
+    assert response.status == 200, data
+    return data
+
+
+def test_a_replica_that_computes_prompts_is_killed_under_load(smollm2_gguf: Path, tmp_path: Path) -> None:
+    """All requests are answered, with the same bits, whether their prompts have moved or not."""
+    file, secret = tmp_path / "smollm2.engine", tmp_path / "secret"
+    config = BuildConfig(quant=quant_config("int8-wo"), gate=None)
+    build_engine(open_checkpoint(str(smollm2_gguf)), config, file)
+    secret.write_text("s" * 32)
+    limits = ("--port", 0, "--threads", 1, "--kv-cache-memory", "256m", "--kv-secret-file", secret)
+    prompts = [f"{number}. " + "The river runs under the old stone bridge, and " * 40 for number in range(12)]
+
+    def complete(port: int, prompt: str, salt: str = "") -> str:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "cache_salt": salt}
+        text: str = json.loads(fetch(port, "POST", COMPLETIONS, body))["choices"][0]["text"]
+        return text
+
+    with ExitStack() as stack:
+        prefill, prefill_port = stack.enter_context(engine("run", file, "--kv-role", "prefill", *limits))
+        _, decode_port = stack.enter_context(engine("run", file, "--kv-role", "decode", *limits))
+        urls = [f"http://127.0.0.1:{one}" for one in (decode_port, prefill_port)]
+        _, port = stack.enter_context(engine("route", urls[0], "--prefill", urls[1], "--port", 0))
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(complete, port, prompt) for prompt in prompts]
+            answers[0].result()
+            prefill.kill()
+            prefill.wait(60)
+            found = [one.result() for one in answers]
+        moved = re.search(
+            r"^enginewright_kv_transfer_received_bytes_total\S* (\S+)$", fetch(decode_port, "GET", "/metrics"), re.M
+        )
+        assert moved is not None and float(moved[1]) > 0
+        assert found == [complete(decode_port, prompt, "another") for prompt in prompts]
