@@ -11,7 +11,7 @@ table of docs/fleet.md. `--publish` writes it there, the chart of that page, and
 
     python benchmarks/fleet_simulation.py --fit benchmarks/results/cpu.json
 
-fits the costs of steps anew, and writes them to benchmarks/results/step_costs.json.
+fits the costs of steps again, and writes them to benchmarks/results/step_costs.json.
 """
 
 import argparse
