@@ -25,7 +25,12 @@ class Process:
         log: a file for its log.
         options: further options.
         environment: further variables.
+
+    Attributes:
+        key: the API key of requests that name none.
     """
+
+    key = "none"
 
     def __init__(self, engine: Path, log: Path, *options: str, environment: Mapping[str, str] = {}) -> None:
         self._log = log
@@ -49,7 +54,7 @@ class Process:
     def complete(self, prompt: list[int], *, key: str | None = None, **options: Any) -> Any:
         """Requests a completion. key: the API key."""
         body = json.dumps({"prompt": prompt, **OPTIONS, **options}).encode()
-        headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key or self.key}"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", body, headers)
         with urllib.request.urlopen(request, timeout=120) as response:
             return json.load(response)
@@ -60,7 +65,9 @@ class Process:
 
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value, that with these labels if it has several."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
+        page = f"http://127.0.0.1:{self.port}/metrics"
+        request = urllib.request.Request(page, headers={"Authorization": f"Bearer {self.key}"})
+        with urllib.request.urlopen(request, timeout=30) as response:
             lines = response.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if re.match(rf"enginewright_{name}[ {{]", line)]

@@ -78,6 +78,7 @@ def test_a_tenant_never_reads_anothers(store: ObjectStore, tmp_path: Path) -> No
         right = server.complete(PROMPT, key="one")["choices"]
     num_objects = len(store.objects)
     with replica(store, tmp_path, "second", *keys) as server:
+        server.key = "two"
         assert server.complete(PROMPT, key="two")["choices"] == right
         assert server.metric("kv_cache_remote_received_bytes_total") == 0
         assert server.complete(PROMPT, key="one")["choices"] == right
