@@ -65,8 +65,8 @@ class Deployment:
         assert self._opened.stdin is not None and self._opened.stdout is not None
         self._opened.stdin.write(json.dumps(arguments) + "\n")
         self._opened.stdin.flush()
-        line = self._opened.stdout.readline()
-        assert line == "deployed\n", line
+        while (line := self._opened.stdout.readline()) != "deployed\n":  # Ray reports lost workers there, too
+            assert line, "the process has ended"
 
     def replicas(self) -> list[int]:
         """Process ids of the replicas."""
