@@ -1,7 +1,7 @@
 """A small endpoint picker and the routing sidecar of pods that decode, by the documents of llm-d's router 0.10.
 
 The picker reads what the model server protocol names: gauges for the queue, running requests and KV use, labels of the
-cache's configuration, and KV events. Its scorers and their weights are those of the default configuration. The sidecar
+cache's configuration, and KV events. Its scorers are llm-d's, and their weights ours. The sidecar
 sends a prompt to the prefiller that the picker's header names, in the form of its connector `nixlv2`.
 
 https://github.com/llm-d/llm-d-router/blob/main/docs/model-server-protocol.md, docs/disaggregation.md
