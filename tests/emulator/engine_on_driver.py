@@ -17,8 +17,8 @@ if __name__ == "__main__":
     except NotEnoughMemoryError as error:
         refused = str(error).splitlines()[0], left()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    assert storage._prompt_s and stored.LONGEST_S
-    storage._prompt_s = lambda *_: None  # these models are computed faster than files are read
+    assert storage.prompt_s and stored.LONGEST_S
+    storage.prompt_s = lambda *_: None  # these models are computed faster than files are read
     stored.LONGEST_S = 60.0
     answers, restored = [], []
     for _ in range(2):

@@ -30,7 +30,7 @@ from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.engine_files import files_of
 from enginewright.runtime.server.engines import Engines
 from enginewright.runtime.server.log import STDERR, log_to
-from enginewright.runtime.server.serve import _engines, serve
+from enginewright.runtime.server.serve import open_engines, serve
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.methods import plan_engine_memory
 from tests.helpers.engine_swaps import swap_engines
@@ -463,7 +463,7 @@ def test_a_file_alone_has_its_models_name_and_its_own(folder: Path, tmp_path: Pa
     file.symlink_to(folder / "llama.engine")
 
     async def names(**given: Any) -> tuple[list[str], set[str]]:
-        engines = await _engines(file, ServerConfig(**config, **given), SMALL | {"threads": 1}, verify=False)
+        engines = await open_engines(file, ServerConfig(**config, **given), SMALL | {"threads": 1}, verify=False)
         try:
             return list(engines.names), {engines.card(name)["root"] for name in engines.names}
         finally:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +56,6 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 def prompt(number: int, length: int = 100) -> list[int]:
     return [3 + number, *(5 + place % 90 for place in range(length - 1))]
-
-
-def test_the_picker_reads_queue_and_kv_use(pool: Pool) -> None:
-    """A server that is full and has a queue gets nothing more, if it has no prefix of the prompt."""
-    first = pool.servers[0]
-    first.complete(prompt(0), max_tokens=1)
-    pool.follow()
-    idle = pool.endpoints[0].load()
-    (group,) = first.llm.engine.plan.caches
-    assert (idle.queued, idle.running, idle.kv_usage) == (0, 0, 0)
-    assert (idle.block_size, (idle.num_blocks,)) == (group.block_size, first.llm.memory_plan.num_blocks)  # type: ignore[union-attr]
-    assert pool.pick(prompt(0)) == pool.pick(prompt(9)) == 0, "of equal ones, the first"
-    with ThreadPoolExecutor(8) as clients, first.held_steps() as free:
-        body = {"max_tokens": 4, "ignore_eos": True}
-        sent = [clients.submit(first.post, COMPLETIONS, {"prompt": prompt(n, 200), **body}) for n in range(1, 6)]
-        wait_until(lambda: pool.endpoints[0].load().queued == 3)
-        busy = pool.endpoints[0].load()
-        assert busy.running == 2 and busy.kv_usage > 0
-        assert pool.pick(prompt(9)) == 1, "three wait"
-        free.set()
-        assert [one.result().status for one in sent] == [200] * 5
-    assert pool.endpoints[0].load().queued == 0
 
 
 def test_the_picker_follows_the_prefix_cache(pool: Pool) -> None:

@@ -18,6 +18,7 @@ prefill = section("Prefill and decode apart")
     "--prefill",
     multiple=True,
     metavar="URL",
+    show_default="none",
     help="A server with --kv-role prefill or both. It computes long prompts for those that answer, which need "
     "--kv-role decode or both. The option may be given several times.",
 )
