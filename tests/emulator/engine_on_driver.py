@@ -6,7 +6,7 @@ import sys
 
 from enginewright import LLM, SamplingParams
 from enginewright.errors import NotEnoughMemoryError
-from enginewright.runtime.core import storage
+from enginewright.runtime.core import engine_core
 from enginewright.runtime.scheduler import stored
 
 if __name__ == "__main__":
@@ -17,8 +17,8 @@ if __name__ == "__main__":
     except NotEnoughMemoryError as error:
         refused = str(error).splitlines()[0], left()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    assert storage.prompt_s and stored.LONGEST_S
-    storage.prompt_s = lambda *_: None  # these models are computed faster than files are read
+    assert engine_core.prompt_s and stored.LONGEST_S
+    engine_core.prompt_s = lambda *_: None  # these models are computed faster than files are read
     stored.LONGEST_S = 60.0
     answers, restored = [], []
     for _ in range(2):
