@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,28 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 def prompt(number: int, length: int = 100) -> list[int]:
     return [3 + number, *(5 + place % 90 for place in range(length - 1))]
+
+
+def test_the_picker_reads_queue_and_kv_use(pool: Pool) -> None:
+    """A server that is full and has a queue gets nothing more, if it has no prefix of the prompt."""
+    first = pool.servers[0]
+    first.complete(prompt(0), max_tokens=1)
+    pool.follow()
+    idle = pool.endpoints[0].load()
+    (group,) = first.llm.engine.plan.caches
+    assert (idle.queued, idle.running, idle.kv_usage) == (0, 0, 0)
+    assert (idle.block_size, (idle.num_blocks,)) == (group.block_size, first.llm.memory_plan.num_blocks)  # type: ignore[union-attr]
+    assert pool.pick(prompt(0)) == pool.pick(prompt(9)) == 0, "of equal ones, the first"
+    with ThreadPoolExecutor(1) as clients, first.held_steps(once=lambda llm: llm.stats().num_running == 2) as free:
+        body = {"prompt": prompt(1, 200), "n": 5, "temperature": 1, "max_tokens": 8, "ignore_eos": True}
+        sent = clients.submit(first.post, COMPLETIONS, body)  # two answers run, and three wait
+        wait_until(lambda: pool.endpoints[0].load().running == 2)
+        busy = pool.endpoints[0].load()
+        assert busy.queued == 3 and busy.kv_usage > 0
+        assert pool.pick(prompt(9)) == 1, "three wait"
+        free.set()
+        assert sent.result().status == 200
+    assert pool.endpoints[0].load().queued == 0
 
 
 def test_the_picker_follows_the_prefix_cache(pool: Pool) -> None:
