@@ -142,7 +142,7 @@ def render(curves: Curves, theme: Theme) -> bytes:
 
 
 def chosen(runs: list[Run]) -> Curves:
-    """What the chart shows: for each panel and case, figures by load."""
+    """Data of the chart: for each panel and case, figures by load."""
     half = next(run.name for run in runs if "prefill" in run.name)
     shown = ("round robin", "least requests", "least requests, store", "prefixes", half)
     figures = {

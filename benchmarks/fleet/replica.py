@@ -42,7 +42,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a replica has room for."""
+    """Limits of a replica."""
 
     max_sequences: int = 32  # answers in a step
     max_tokens: int = 512  # tokens in a step

@@ -42,7 +42,7 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run has shown."""
+    """Results of a simulated run."""
 
     first_token_s: tuple[float, float, float]  # p50, p95 and p99 of the time to the first token, in seconds
     gap_p99_s: float  # p99 of the time between two tokens of an answer, in seconds

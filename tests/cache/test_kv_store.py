@@ -299,7 +299,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_removed_entry_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is missed when it is read, or after a while when it is saved again."""
+    """Reading an entry that was deleted finds that out, and so does saving it again after a while."""
     blobs = Held()
     with closing(store(blobs)) as kept:
         monkeypatch.setattr(remote, "KNOWN_S", 0.0)
@@ -392,7 +392,7 @@ def test_a_store_that_fails_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_a_store_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits to be written is bounded, and is dropped when the store closes."""
+    """Entries that wait to be written are bounded, and are dropped when the store closes."""
     monkeypatch.setattr(remote, "CLOSE_S", 0.0)
     monkeypatch.setattr(store_module, "MAX_PENDING_BYTES", 5 * (100 + SEAL_BYTES))
     blobs, num_saved = Held(), 0

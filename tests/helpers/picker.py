@@ -43,7 +43,7 @@ def send(address: str, path: str, body: Any, headers: Mapping[str, str] = {}) ->
 
 @dataclass(frozen=True)
 class Load:
-    """What a scrape of an endpoint says."""
+    """Figures from a scrape of an endpoint."""
 
     queued: float
     running: float

@@ -82,7 +82,7 @@ def test_a_client_that_leaves_stops_its_replica(deployment: Deployment) -> None:
 
 
 def test_conversations_stay_with_their_replica(deployment: Deployment) -> None:
-    """What is computed of a prompt in the second turn is what is new in it, wherever its conversation began."""
+    """Second turns compute only the new part of their prompts, wherever the conversation began."""
     histories = [[{"role": "user", "content": f"{number} " + "word " * 200}] for number in range(6)]
     options = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
     for history in histories:

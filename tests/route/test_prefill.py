@@ -114,7 +114,7 @@ def shown(value: Any) -> Any:
 
 
 def streamed(answer: Answer, path: str) -> list[Any]:
-    """What a stream says, however its text is cut into events."""
+    """The text of a stream, however it is cut into events."""
     events = named_events(answer) if path in (RESPONSES, MESSAGES) else answer.events[:-1]
     found: list[Any] = []
     for event in map(shown, events):

@@ -1,4 +1,4 @@
-"""What routers of other projects ask a server for: token ids of prompts, facts and load. tests/long has the routers."""
+"""Answers to routers of other projects: token ids of prompts, facts and load. tests/long has the routers themselves."""
 
 from typing import Any
 
