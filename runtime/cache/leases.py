@@ -153,8 +153,9 @@ class LeaseServer:
             if index >= len(entries):
                 raise TransferError("a client asks for an entry that its lease does not have")
             content = contents[entries[index]]
+            with self._lock:  # before it is sent, so that a client that has all finds all counted
+                self.num_sent_bytes += len(content)
             channel.send(content)
-            self.num_sent_bytes += len(content)
         channel.receive(0)
         with self._lock:
             self._end(lease)
@@ -172,6 +173,7 @@ class LeaseFetcher:
     def __init__(self, secret: bytes, facts: Facts, place_bytes: Sequence[int]) -> None:
         self._secret, self._facts, self._place_bytes = secret, facts, place_bytes
         self._threads = ThreadPoolExecutor(FETCHERS, "kv-fetch")
+        self._lock = threading.Lock()
         self.num_received_bytes = 0  # since the start
         self.num_failures = 0  # leases that could not be fetched
 
@@ -200,10 +202,12 @@ class LeaseFetcher:
             finally:
                 channel.close()
         except (OSError, TransferError, struct.error) as error:
-            self.num_failures += 1
+            with self._lock:
+                self.num_failures += 1
             logger.warning("a prompt's KV blocks were not fetched, and are computed: %s", error)
             contents = {}
-        self.num_received_bytes += sum(map(len, contents.values()))
+        with self._lock:
+            self.num_received_bytes += sum(map(len, contents.values()))
         return ReadEntries(contents, time.perf_counter() - began)
 
     def _read(
