@@ -204,7 +204,7 @@ def test_limits(limits: dict[str, Any], text: str) -> None:
 def test_engines_share_no_address(secret: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.engine").symlink_to(tiny_engine())
-    limits = {"kv_role": "both", "kv_secret_file": str(secret), "kv_listen": "127.0.0.1:5"}
+    limits: dict[str, Any] = {"kv_role": "both", "kv_secret_file": str(secret), "kv_listen": "127.0.0.1:5"}
     with pytest.raises(UsageError, match="kv_listen is for one engine: 2 cannot share an address"):
         serve([tmp_path], ServerConfig(port=0), **limits)
 
