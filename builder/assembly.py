@@ -12,6 +12,7 @@ import msgspec
 import onnx_ir as ir
 
 from enginewright import __version__
+from enginewright.builder.adapters.sites import site_sections
 from enginewright.builder.ahead import in_order
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.base import TokenizerFiles
@@ -27,6 +28,7 @@ from enginewright.embedding import EMBEDDING
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import EngineError, UsageError
 from enginewright.manifest import WEIGHTS, About, Limits, plan_section
+from enginewright.passes.graph import head_of
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig, quant_config
@@ -205,6 +207,7 @@ def assemble(
     files = _files(checkpoint, plans)
     if embedding is not None:
         files[EMBEDDING] = embedding.encode()
+    files |= _adapter_sites(lowered, dense[0])
     notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
     notes.update(note for result in results.values() for note in result.notes)
     return Assembly(
@@ -335,6 +338,13 @@ def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes
     if tokenizer.chat_template is not None:
         files["chat_template"] = tokenizer.chat_template.encode()
     return files
+
+
+def _adapter_sites(lowered: Sequence[Lowered], dense: ir.Model) -> dict[str, bytes]:
+    """Makes the sections for adapters, which are served on CPUs and generate text."""
+    head = head_of(dense)
+    of_cpu = [entry for entry in lowered if entry.plan.target == CPU and entry.plan.generates]
+    return site_sections(of_cpu[0].plan, of_cpu[0].weights, head.weight.name if head else None) if of_cpu else {}
 
 
 def packed(weight: Weight, progress: Progress) -> Iterator[memoryview]:

@@ -10,9 +10,10 @@ from enginewright.builder.checkpoint.quantized import QuantizedFormat
 from enginewright.builder.harmless_tensors import HARMLESS_TENSORS
 from enginewright.builder.tensors import Read, Tensors
 from enginewright.errors import UnsupportedModelError
+from enginewright.passes.origin import Origin
 from enginewright.passes.quant.act_order import ActOrdered
 from enginewright.passes.quant.method import forget_format, pick_weight, stack_weights, stored
-from enginewright.passes.weights import RowReader, RowsTensor, open_rows, shape_of, transposed_by_head
+from enginewright.passes.weights import RowReader, RowsTensor, open_rows, origin_of, shape_of, transposed_by_head
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NAMES_SHOWN = 5  # names of tensors that an error lists
@@ -384,26 +385,32 @@ class Weights:
         matrix = len(shape) == 2
         quantized = self._format.weight(self._stored_as(name), shape) if self._format and matrix else None
         self._any_quantized |= quantized is not None
+        origin = Origin.of(self._stored_as(name), shape[0]) if shape and not offset and scale == 1 else None
         if quantized is not None:
+            quantized.set_origin(origin)
             return self._multiplied(name, quantized.initializer())
         across = transposed and matrix
         read = self._take(name, shape[::-1] if across else shape)
         oriented = (lambda: read().t()) if across else read
-        tensor = RowsTensor(name, torch.float32, shape, lambda: _rounded(oriented, offset, scale))
+        tensor = RowsTensor(name, torch.float32, shape, lambda: _rounded(oriented, offset, scale), origin)
         return self._multiplied(name, tensor.initializer())
 
     def _multiplied(self, name: str, value: ir.Value) -> ir.Value:
         """Applies the factors of `multiply`."""
-        factors = self._factors.get(name)
-        return value if factors is None else self._by_rows(name, value, lambda: factors)
+        factors, origin = self._factors.get(name), origin_of(value)
+        if factors is None:
+            return value
+        return self._by_rows(name, value, lambda: factors, origin.scaled(factors.flatten()) if origin else None)
 
     def _by_expert(self, name: str, value: ir.Value, factors: str, experts: int) -> ir.Value:
         """Multiplies the rows of each expert by its factor, from a tensor [experts], in fp32."""
         read, rows = self._take(factors, (experts,)), shape_of(value)[0] // experts
         return self._by_rows(name, value, lambda: read().float().repeat_interleave(rows)[:, None])
 
-    def _by_rows(self, name: str, value: ir.Value, read_factors: Callable[[], torch.Tensor]) -> ir.Value:
-        """Multiplies rows by their factors, [rows, 1], in fp32."""
+    def _by_rows(
+        self, name: str, value: ir.Value, read_factors: Callable[[], torch.Tensor], origin: Origin | None = None
+    ) -> ir.Value:
+        """Multiplies rows by their factors, [rows, 1], in fp32; origin: that of the product, if it is known."""
         if self._format and stored(value):
             self._format.note("a weight that the model multiplies by a factor is restored to bfloat16")
 
@@ -411,7 +418,7 @@ class Weights:
             reader, factors = open_rows(value), read_factors()
             return lambda begin, end: reader(begin, end) * factors[begin:end]
 
-        return RowsTensor(name, torch.float32, shape_of(value), open).initializer()
+        return RowsTensor(name, torch.float32, shape_of(value), open, origin).initializer()
 
 
 def _same(one: ir.Value, other: ir.Value, shape: tuple[int, int]) -> bool:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 
 from enginewright.dtypes import DTYPES
+from enginewright.passes.origin import Origin, stacked_origin
 
 ONNX_DTYPES: Mapping[torch.dtype, ir.DataType] = {
     getattr(torch, dtype.torch): ir.DataType[dtype.onnx] for dtype in DTYPES.values()
@@ -23,11 +24,23 @@ RowReader = Callable[[int, int], torch.Tensor]  # (begin, end) → these rows, a
 
 
 class RowsTensor(ir.LazyTensor):
-    """A tensor that can be read by rows, through readers that `open` returns; a reader frees its memory at its end."""
+    """A tensor that can be read by rows, through readers that `open` returns; a reader frees its memory at its end.
 
-    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], open: Callable[[], RowReader]) -> None:
+    Attributes:
+        open: opens a reader.
+        origin: its numbers in the checkpoint, before they were rounded to this dtype; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        open: Callable[[], RowReader],
+        origin: Origin | None = None,
+    ) -> None:
         super().__init__(self._whole, ONNX_DTYPES[dtype], ir.Shape(shape), cache=False, name=name)
-        self.open = open
+        self.open, self.origin = open, origin
         self._of = (dtype, shape)
 
     def _whole(self) -> ir.TensorProtocol:
@@ -40,6 +53,10 @@ class RowsTensor(ir.LazyTensor):
     def torch_dtype(self) -> torch.dtype:
         """Number type, as torch names it."""
         return self._of[0]
+
+    def set_origin(self, origin: Origin | None) -> None:
+        """Says where the numbers of a new tensor come from."""
+        self.origin = origin
 
     def initializer(self) -> ir.Value:
         """Makes a graph's initializer of the tensor."""
@@ -60,6 +77,11 @@ def read(value: ir.Value) -> torch.Tensor:
     """Returns the values of an initializer."""
     assert value.const_value is not None, f"{value.name} is not an initializer"
     return as_torch(value.const_value)
+
+
+def origin_of(value: ir.Value) -> Origin | None:
+    """Returns the origin of an initializer's numbers; None if it is not known."""
+    return value.const_value.origin if isinstance(value.const_value, RowsTensor) else None
 
 
 def open_rows(value: ir.Value) -> RowReader:
@@ -93,7 +115,11 @@ def scale(value: ir.Value, rows: torch.Tensor | None = None, columns: torch.Tens
 
         return scaled
 
-    value.const_value = RowsTensor(str(value.name), torch.float32, shape_of(value), open)
+    origin = origin_of(value)
+    if origin is not None:
+        by_matrix = columns is not None and len(columns) > 1
+        origin = None if by_matrix else origin.scaled(rows, None if columns is None else columns[0])
+    value.const_value = RowsTensor(str(value.name), torch.float32, shape_of(value), open, origin)
 
 
 def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
@@ -120,7 +146,8 @@ def stacked(name: str, parts: Sequence[ir.Value]) -> ir.Value:
         return rows
 
     dtype = next(dtype for dtype, onnx_dtype in ONNX_DTYPES.items() if onnx_dtype == parts[0].dtype)
-    return RowsTensor(name, dtype, (sum(sizes), *shape_of(parts[0])[1:]), open).initializer()
+    origin = stacked_origin([origin_of(part) for part in parts])
+    return RowsTensor(name, dtype, (sum(sizes), *shape_of(parts[0])[1:]), open, origin).initializer()
 
 
 def picked(name: str, source: ir.Value, rows: Sequence[int] | torch.Tensor) -> ir.Value:
@@ -147,7 +174,8 @@ def picked(name: str, source: ir.Value, rows: Sequence[int] | torch.Tensor) -> i
         return some
 
     dtype = next(dtype for dtype, onnx_dtype in ONNX_DTYPES.items() if onnx_dtype == source.dtype)
-    return RowsTensor(name, dtype, (len(index), *shape_of(source)[1:]), open).initializer()
+    origin = origin.picked(index) if (origin := origin_of(source)) else None
+    return RowsTensor(name, dtype, (len(index), *shape_of(source)[1:]), open, origin).initializer()
 
 
 def transposed_by_head(name: str, value: ir.Value, heads: int) -> ir.Value:
@@ -211,10 +239,12 @@ def converted(
         block_rows: rows of a block.
     """
     conversion = _Conversion(source, convert, outputs, block_rows)
-    return [
-        RowsTensor(*output, lambda index=index: conversion.open(index)).initializer()  # type: ignore[misc]
+    tensors = [
+        RowsTensor(*output, lambda index=index: conversion.open(index))  # type: ignore[misc]
         for index, output in enumerate(outputs)
     ]
+    tensors[0].set_origin(origin_of(source))
+    return [tensor.initializer() for tensor in tensors]
 
 
 class _Conversion:

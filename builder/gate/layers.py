@@ -94,8 +94,8 @@ def layer_errors(
     }
     for weight in formats:
         existing = stored(weight)
-        if existing is not None and existing.origin is not None:
-            weight.const_value = existing.origin
+        if existing is not None and existing.source is not None:
+            weight.const_value = existing.source
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = _Errors(weights, quant, formats, target, pool, done)
         stream(dense, texts, found.of_linear, threads)

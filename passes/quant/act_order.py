@@ -14,6 +14,7 @@ import torch
 
 from enginewright.passes.fusion.gated import gated_product
 from enginewright.passes.graph import LinearLayer, linear_of, made_by, nodes_of, only_used_by, typed
+from enginewright.passes.origin import Origin
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import StoredTensor
 from enginewright.passes.weights import RowReader, RowsTensor, open_rows, shape_of
@@ -29,8 +30,13 @@ class ActOrdered(RowsTensor):
     """
 
     def __init__(self, whole: RowsTensor, order: torch.Tensor, by_groups: StoredTensor) -> None:
-        super().__init__(str(whole.name), torch.float32, tuple(whole.shape.numpy()), whole.open)
+        super().__init__(str(whole.name), torch.float32, tuple(whole.shape.numpy()), whole.open, whole.origin)
         self.order, self.by_groups = order, by_groups
+
+    def set_origin(self, origin: Origin | None) -> None:
+        """Says where the numbers of a new tensor come from, and those of `by_groups` in its order."""
+        super().set_origin(origin)
+        self.by_groups.set_origin(origin.sorted_columns(self.order) if origin else None)
 
 
 @dataclass(frozen=True)
@@ -132,4 +138,5 @@ def _rows(tensor: RowsTensor, order: torch.Tensor) -> RowsTensor:
         whole = open_rows(value)(0, len(order))
         return lambda begin, end: whole[order[begin:end]]
 
-    return RowsTensor(str(tensor.name), tensor.torch_dtype, shape_of(value), open)
+    origin = tensor.origin.picked(order) if tensor.origin else None
+    return RowsTensor(str(tensor.name), tensor.torch_dtype, shape_of(value), open, origin)

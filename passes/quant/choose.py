@@ -16,7 +16,7 @@ from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
 from enginewright.passes.streaming import single_threaded_pool, stream
 from enginewright.passes.temporary_tensors import TemporaryTensors
-from enginewright.passes.weights import open_rows, shape_of, stacked
+from enginewright.passes.weights import open_rows, origin_of, shape_of, stacked
 
 ROWS_AT_ONCE = 512  # rows of a weight that one thread quantizes
 
@@ -72,7 +72,9 @@ class Choose:
                 kept.append([temporary.add(*pair) for pair in zip(outputs, parts, strict=True)])
             names = [output[0] for output in config.outputs(name, rows, columns)]
             whole = [stacked(*pair) for pair in zip(names, zip(*kept, strict=True), strict=True)]
-            linear.weight.const_value = StoredTensor(name, config, whole, origin=linear.weight.const_value)
+            chosen = StoredTensor(name, config, whole, source=linear.weight.const_value)
+            chosen.set_origin(origin_of(linear.weight))
+            linear.weight.const_value = chosen
             rewrites += 1
 
         stream(model, texts, visit, threads)

@@ -13,8 +13,19 @@ import onnx_ir as ir
 import torch
 
 from enginewright.errors import EngineError, UsageError
+from enginewright.passes.origin import Origin
 from enginewright.passes.pass_manager import Pass
-from enginewright.passes.weights import Output, RowReader, RowsTensor, converted, open_rows, picked, shape_of, stacked
+from enginewright.passes.weights import (
+    Output,
+    RowReader,
+    RowsTensor,
+    converted,
+    open_rows,
+    origin_of,
+    picked,
+    shape_of,
+    stacked,
+)
 from enginewright.plugins.plugin import CODES
 from enginewright.plugins.target import CPU_TARGET, Activations, Target
 from enginewright.quant_methods import MethodInfo
@@ -258,7 +269,7 @@ class StoredTensor(RowsTensor):
         name: str,
         stored_as: QuantConfig,
         parts: Sequence[ir.Value],
-        origin: ir.TensorProtocol | None = None,
+        source: ir.TensorProtocol | None = None,
     ) -> None:
         """Wraps the parts of a weight.
 
@@ -266,10 +277,17 @@ class StoredTensor(RowsTensor):
             name: name of the weight.
             stored_as: its format.
             parts: initializers, as `stored_as.weights` returns them.
-            origin: FLOAT weight for which a pass chose the codes; None if the checkpoint has the codes alone.
+            source: FLOAT weight for which a pass chose the codes; None if the checkpoint has the codes alone.
         """
-        self.stored_as, self.parts, self.origin = stored_as, tuple(parts), origin
-        super().__init__(name, torch.float32, shape_of(parts[0]), self._open)
+        self.stored_as, self.parts, self.source = stored_as, tuple(parts), source
+        super().__init__(name, torch.float32, shape_of(parts[0]), self._open, origin_of(parts[0]))
+
+    def set_origin(self, origin: Origin | None) -> None:
+        """Says where the numbers of a new tensor come from, and so those of its values."""
+        super().set_origin(origin)
+        values = self.parts[0].const_value
+        assert isinstance(values, RowsTensor)
+        values.set_origin(origin)
 
     def _open(self) -> RowReader:
         readers = [open_rows(part) for part in self.parts]
@@ -324,7 +342,7 @@ def stored_alike(weights: Sequence[ir.Value]) -> bool:
 def forget_format(weight: ir.Value) -> None:
     """Makes an already quantized weight FLOAT, to be quantized again like others."""
     if (one := stored(weight)) is not None:
-        weight.const_value = RowsTensor(str(one.name), torch.float32, shape_of(weight), one.open)
+        weight.const_value = RowsTensor(str(one.name), torch.float32, shape_of(weight), one.open, one.origin)
 
 
 def stored(weight: ir.Value) -> StoredTensor | None:

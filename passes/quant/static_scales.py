@@ -77,5 +77,5 @@ class FixScales:
             config = StaticInt8(self.group, tuple(numbers.tolist()))
             source = ir.Value(name=weight.name, type=weight.type, shape=weight.shape, const_value=weight.const_value)
             parts = config.weights(source)
-            weight.const_value = StoredTensor(str(weight.name), config, parts, origin=source.const_value)
+            weight.const_value = StoredTensor(str(weight.name), config, parts, source=source.const_value)
         return PassResult(len(amax))

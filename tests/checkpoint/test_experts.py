@@ -93,12 +93,12 @@ def test_an_expert_that_no_text_came_to_is_given_its_neighbours_rows(checkpoint:
     run_pipeline(model, Int4Awq(), calibration=Calibration(TEXTS[1:2]), keep=kept.append)
     first = next(linear for linear in linears_of(kept[0]) if linear.experts > 1)
     already = stored(first.weight)
-    assert already is not None and already.origin is not None
+    assert already is not None and already.source is not None
     (starts,) = seen[str(first.weight.name)]
     chosen = [expert for expert in range(EXPERTS) if starts[expert] < starts[expert + 1]]
     assert len(chosen) == TOP
     restored, rows = read(first.weight), first.weight.shape[0] // EXPERTS
-    source = ir.Value(name="origin", const_value=already.origin)
+    source = ir.Value(name="source", const_value=already.source)
     for expert in range(EXPERTS):
         own = slice(expert * rows, (expert + 1) * rows)
         error = (restored[own] - read(source)[own]).norm() / read(source)[own].norm()

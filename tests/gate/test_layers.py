@@ -171,7 +171,7 @@ class _Choose:
                 name, weight = str(linear.weight.name), 2 * read(linear.weight)
                 doubled = RowsTensor(name, torch.float32, tuple(weight.shape), lambda weight=weight: _reader(weight))
                 codes = Int8Wo().weights(doubled.initializer())
-                linear.weight.const_value = StoredTensor(name, Int8Wo(), codes, origin=linear.weight.const_value)
+                linear.weight.const_value = StoredTensor(name, Int8Wo(), codes, source=linear.weight.const_value)
         return PassResult(1)
 
 

@@ -1,0 +1,105 @@
+"""Makes an engine's `adapter_sites`: from the origins of the weights that a plan's matrix products read."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from enginewright.adapter_sites import ADAPTER_SITES, AdapterSites, RowRun, Site
+from enginewright.builder.lower import Weight
+from enginewright.passes.origin import Origin
+from enginewright.passes.weights import origin_of, shape_of
+from enginewright.plan import KernelCall, Plan, WeightOperand
+
+MAX_RUNS = 64  # runs of rows of a site, above which the order of its rows has a section of its own
+
+
+def site_sections(plan: Plan, weights: Mapping[str, Weight], head: str | None) -> dict[str, bytes]:
+    """Makes the section, and those of its vectors. No tensor of the checkpoint is read.
+
+    Args:
+        plan: the plan.
+        weights: name in the plan → weight.
+        head: name of the head's weight in the graph, which has no site; None: there is none.
+    """
+    sites: dict[str, Site] = {}
+    sections: dict[str, bytes] = {}
+    for call in plan.calls:
+        name = _weight_of(call)
+        if name is not None and name not in sites and weights[name].value.name != head:
+            site = _site(name, _name(call, "bias"), weights, sections)
+            if site is not None:
+                sites[name] = site
+    return {ADAPTER_SITES: AdapterSites(tuple(sites.values())).to_json(), **sections}
+
+
+def _weight_of(call: KernelCall) -> str | None:
+    """Name of the weight of a linear layer; None if the call is none, or has the layers of several experts."""
+    return _name(call, "weight") if call.kernel.startswith("gemm_") and "starts" not in call.operands else None
+
+
+def _name(call: KernelCall, role: str) -> str | None:
+    operand = call.operands.get(role)
+    return operand.name if isinstance(operand, WeightOperand) else None
+
+
+def _site(name: str, bias: str | None, weights: Mapping[str, Weight], sections: dict[str, bytes]) -> Site | None:
+    """Makes a site, and adds its vectors to `sections`; None if the weight's numbers have no known origin."""
+    origin = origin_of(weights[name].value)
+    if origin is None or not all(tensor.endswith(".weight") for tensor, _ in origin.rows):
+        return None
+    of_bias = origin_of(weights[bias].value) if bias is not None else None
+    if of_bias is not None and not _have_same_rows(origin, of_bias):
+        of_bias = None
+
+    def vector(kind: str, values: torch.Tensor | None, dtype: str) -> str | None:
+        if values is None:
+            return None
+        section = f"{ADAPTER_SITES}/{name}.{kind}"
+        sections[section] = values.numpy().astype(dtype).tobytes()
+        return section
+
+    rows, columns = shape_of(weights[name].value)
+    runs, order = _runs(origin.rows)
+    return Site(
+        weight=name,
+        rows=rows,
+        columns=columns,
+        runs=runs,
+        bias=bias if of_bias is not None else None,
+        row_order=vector("row_order", order, "<i4"),
+        row_factors=vector("row_factors", origin.row_factors, "<f4"),
+        bias_factors=vector("bias_factors", of_bias.row_factors if of_bias is not None else None, "<f4"),
+        column_factors=vector("column_factors", origin.column_factors, "<f4"),
+        column_order=vector("column_order", origin.column_order, "<i4"),
+    )
+
+
+def _have_same_rows(weight: Origin, bias: Origin) -> bool:
+    """Checks if a bias has the numbers of the layers that a weight's rows are of."""
+    return len(weight.rows) == len(bias.rows) and all(
+        tensor.removesuffix(".weight") == other.removesuffix(".bias") and torch.equal(rows, numbers)
+        for (tensor, rows), (other, numbers) in zip(weight.rows, bias.rows, strict=True)
+    )
+
+
+def _runs(rows: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[RowRun, ...], torch.Tensor | None]:
+    """Lists runs of rows, and the order of rows in them; None if it is theirs."""
+    runs = []
+    for tensor, of_tensor in rows:
+        cuts = np.flatnonzero(np.diff(of_tensor.numpy()) != 1) + 1
+        for run in np.split(of_tensor.numpy(), cuts):
+            runs.append(RowRun(tensor.removesuffix(".weight"), int(run[0]), len(run)))
+    if len(runs) <= MAX_RUNS:
+        return tuple(runs), None
+    bounds: dict[str, tuple[int, int]] = {}
+    for run in runs:
+        first, end = bounds.get(run.module, (run.first, 0))
+        bounds[run.module] = min(first, run.first), max(end, run.first + run.count)
+    whole = [RowRun(module, first, end - first) for module, (first, end) in bounds.items()]
+    starts, position = {}, 0
+    for run in whole:
+        starts[run.module] = position - run.first
+        position += run.count
+    order = torch.cat([of_tensor.long() + starts[tensor.removesuffix(".weight")] for tensor, of_tensor in rows])
+    return tuple(whole), order

@@ -1,0 +1,90 @@
+"""The way of a weight's numbers from the checkpoint: their rows and columns there, and the factors on them.
+
+Adapters are trained for the checkpoint's layers, and engines have these fused, reordered and scaled. An origin travels
+with a tensor through all that, and says how an adapter has to change:
+
+    weight[i, j] = row_factors[i] · stored[rows[i], column_order[j]] · column_factors[j]
+
+before rounding and quantization, with the stored layer as [out, in]. A change that cannot be said so drops the origin.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where the numbers of a weight [N, K], or of a bias [N], are in the checkpoint."""
+
+    rows: tuple[tuple[str, torch.Tensor], ...]  # (name of a tensor, its rows) that follow each other, N in all
+    row_factors: torch.Tensor | None = None  # FLOAT [N]; None: all are 1
+    column_factors: torch.Tensor | None = None  # FLOAT [K]; None: all are 1
+    column_order: torch.Tensor | None = None  # stored column of each column, INT64 [K]; None: the same
+
+    @staticmethod
+    def of(tensor: str, count: int) -> "Origin":
+        """Makes the origin of a whole tensor.
+
+        Args:
+            tensor: its name in the checkpoint.
+            count: its rows.
+        """
+        return Origin(((tensor, torch.arange(count, dtype=torch.int32)),))
+
+    def scaled(self, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> "Origin":
+        """The origin of the weight times factors.
+
+        Args:
+            rows: factors of rows, [N].
+            columns: factors of columns, [K].
+        """
+        return replace(
+            self,
+            row_factors=_product(self.row_factors, rows),
+            column_factors=_product(self.column_factors, columns),
+        )
+
+    def picked(self, index: torch.Tensor) -> "Origin":
+        """The origin of some rows of the weight; index: their positions, in the new order."""
+        index = index.long()
+        counts = torch.tensor([len(rows) for _, rows in self.rows])
+        part_of = torch.repeat_interleave(torch.arange(len(counts)), counts)[index]
+        rows = torch.cat([rows for _, rows in self.rows])[index]
+        parts, lengths = torch.unique_consecutive(part_of, return_counts=True)
+        runs = zip(parts.tolist(), rows.split(lengths.tolist()), strict=True)
+        factors = None if self.row_factors is None else self.row_factors[index]
+        return replace(self, rows=tuple((self.rows[part][0], run) for part, run in runs), row_factors=factors)
+
+    def sorted_columns(self, order: torch.Tensor) -> "Origin":
+        """The origin of the weight with other columns; order: current column of each of them."""
+        factors = None if self.column_factors is None else self.column_factors[order]
+        columns = order if self.column_order is None else self.column_order[order]
+        return replace(self, column_factors=factors, column_order=columns)
+
+
+def stacked_origin(origins: Sequence[Origin | None]) -> Origin | None:
+    """The origin of weights that follow each other along the rows; None if one is unknown, or their columns differ."""
+    known = [origin for origin in origins if origin is not None]
+    if len(known) < len(origins) or not all(_same_columns(origin, known[0]) for origin in known):
+        return None
+    factors = None
+    if any(origin.row_factors is not None for origin in known):
+        factors = torch.cat([_factors(origin) for origin in known])
+    return replace(known[0], rows=tuple(run for origin in known for run in origin.rows), row_factors=factors)
+
+
+def _factors(origin: Origin) -> torch.Tensor:
+    return torch.ones(sum(len(rows) for _, rows in origin.rows)) if origin.row_factors is None else origin.row_factors
+
+
+def _same_columns(one: Origin, other: Origin) -> bool:
+    pairs = (one.column_factors, other.column_factors), (one.column_order, other.column_order)
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def _product(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one * other

@@ -1,0 +1,113 @@
+"""The sites of adapters: every weight before quantization is what its site makes of the checkpoint's tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import pytest
+import torch
+
+from enginewright.adapter_sites import ADAPTER_SITES, AdapterSites, Site
+from enginewright.builder.assembly import Assembly, BuildConfig, assemble
+from enginewright.builder.progress import Silent
+from enginewright.passes.graph import head_of
+from enginewright.passes.quant import QuantConfig, quant_config
+from enginewright.passes.quant.method import Calibration, stored
+from enginewright.passes.weights import open_rows, shape_of
+from tests.helpers.adapter_sites import mapped, mapped_bias
+from tests.helpers.graphs import random_tokens
+from tests.helpers.quantized import GPTQ, gptq, tiny_quantized
+from tests.helpers.tiny import MemoryCheckpoint
+
+Array = npt.NDArray[np.float32]
+ROUNDING = 2**-8  # that of bfloat16, which restored weights have, and those in act-order only where they are restored
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TABLES = ("lm_head", "embed_tokens", "wte", "wpe")
+GRANITE = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.02}
+
+
+def assembled(checkpoint: MemoryCheckpoint, quant: QuantConfig | None) -> Assembly:
+    texts = [random_tokens(29, seed).tolist() for seed in range(4)]
+    return assemble(checkpoint, BuildConfig(quant=quant, gate=None), Silent(), Calibration(texts))
+
+
+def sites_of(assembly: Assembly) -> tuple[Site, ...]:
+    """Sites of what will be an engine; its sections are not written yet, so they are not checked."""
+    return msgspec.json.decode(assembly.files[ADAPTER_SITES], type=AdapterSites).sites
+
+
+def unquantized(value: ir.Value) -> Array:
+    """FLOAT numbers of a weight, before codes were chosen for them if the checkpoint has not only codes."""
+    already = stored(value)
+    if already is not None and already.source is not None:
+        value = ir.Value(name="source", const_value=already.source, shape=value.shape)
+    numbers: Array = open_rows(value)(0, shape_of(value)[0]).numpy()
+    return numbers
+
+
+def check_sites(
+    checkpoint: MemoryCheckpoint, assembly: Assembly, weights: Mapping[str, torch.Tensor], rtol: float = 3e-7
+) -> list[Site]:
+    """Compares all sites; weights: name of a tensor → its numbers, [out, in] or [in, out]."""
+    graph, named = assembly.dense.graph.initializers, {at: name for name, at in assembly.section_names.items()}
+    is_transposed = checkpoint.config["model_type"] == "gpt2"
+
+    def weight(module: str) -> Array:
+        values = weights[f"{module}.weight"].to(torch.bfloat16).float().numpy()
+        return values.T if is_transposed else values
+
+    sites = list(sites_of(assembly))
+    for site in sites:
+        expected = unquantized(graph[named[site.weight]])
+        np.testing.assert_allclose(mapped(site, assembly.files, weight), expected, rtol, err_msg=site.weight)
+        assert expected.shape == (site.rows, site.columns)
+        if site.bias is not None:
+            bias = mapped_bias(site, assembly.files, lambda module: weights[f"{module}.bias"].float().numpy())
+            np.testing.assert_allclose(bias, unquantized(graph[named[site.bias]]), rtol, err_msg=site.bias)
+    return sites
+
+
+CASES: list[tuple[str, dict[str, Any], str | None]] = [
+    ("llama", {}, None),
+    ("llama", BIASES, "int8-sq"),
+    ("qwen2", {}, "int8-sq"),
+    ("qwen3", {}, "int4-awq"),
+    ("phi3", {}, "int8-sq"),
+    ("gpt2", {}, "int8-sq"),
+    ("gemma2", {}, "int4-gptq"),
+    ("granite", GRANITE, "int4-rtn"),
+    ("falcon_h1", {}, "int8-sq"),
+    ("qwen3_next", {}, None),
+    ("llama", {}, "fp8"),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "quant"), CASES, ids=[f"{f}-{q}" for f, _, q in CASES])
+def test_sites_make_weights_of_the_checkpoints_tensors(
+    family: str, overrides: dict[str, Any], quant: str | None
+) -> None:
+    checkpoint = MemoryCheckpoint.tiny(family, **overrides)
+    assembly = assembled(checkpoint, quant_config(quant) if quant else None)
+    sites = check_sites(checkpoint, assembly, checkpoint.stored)
+    head = head_of(assembly.dense)
+    assert head is not None and all(site.weight != head.weight.name for site in sites)
+    if family != "qwen3_next":  # whose experts and routers have none
+        matrices = {name.removesuffix(".weight") for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
+        layers = {run.module for site in sites for run in site.runs}
+        assert layers == {name for name in matrices if not name.endswith(TABLES)}
+    if quant in ("int8-sq", "int4-awq"):
+        assert any(site.column_factors for site in sites) and any(site.row_factors for site in sites)
+
+
+@pytest.mark.parametrize("order", ["shared", "each"])
+def test_sites_of_a_checkpoint_in_act_order(order: str) -> None:
+    tiny = tiny_quantized(gptq(order=order), {**GPTQ, "desc_act": True}, mlp_bias=True)
+    assembly = assembled(tiny.checkpoint, None)
+    sites = check_sites(tiny.checkpoint, assembly, dict(tiny.model.state_dict()), ROUNDING)
+    assert len(sites) == 4 * tiny.checkpoint.config["num_hidden_layers"]
+    ordered = [site.weight for site in sites if site.column_order]  # each o_proj and down_proj reads its input alone
+    assert len(ordered) == len(sites) if order == "shared" else not any("qkv" in name for name in ordered)
+    assert any(site.row_order for site in sites)
