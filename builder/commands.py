@@ -1,10 +1,11 @@
-"""`engine build`, `engine rebuild` and `engine export`, with their progress on the terminal."""
+"""`engine build`, `engine rebuild`, `engine adapter` and `engine export`, with their progress on the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from enginewright.builder.adapters import open_merged
+from enginewright.builder.adapters import Adapter, open_merged
+from enginewright.builder.adapters.prepare import AdapterReport, prepare
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine, default_output, with_possible_kv
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.console import ConsoleProgress
@@ -14,6 +15,7 @@ from enginewright.builder.forecast import Forecast, forecast
 from enginewright.builder.models import build_graph, check_config
 from enginewright.builder.rebuild import rebuild
 from enginewright.output_file import require_writable
+from enginewright.runtime.engine import Engine
 
 
 def build_model(
@@ -67,6 +69,26 @@ def rebuild_engine(engine: Path, **options: Any) -> dict[str, Any]:
     """
     with ConsoleProgress() as progress:
         return rebuild(engine, progress, **options)
+
+
+def prepare_adapter(adapter: Path, engine: Path, output: Path | None) -> AdapterReport:
+    """Prepares an adapter for an engine, and shows the progress on stderr.
+
+    Args:
+        adapter: The folder of the adapter.
+        engine: The engine file.
+        output: The adapter file to write. None: ADAPTER.lora in the working directory.
+
+    Raises:
+        UsageError: There is no such adapter or engine, the engine takes none, or the file cannot be written there.
+        UnsupportedModelError: The adapter has a feature that is not implemented, or changes what it cannot.
+        EngineError: A file is damaged, or the adapter does not fit the engine.
+    """
+    with ConsoleProgress() as progress:
+        progress.phase("open the adapter")
+        opened = Adapter(adapter)
+        with Engine.open(engine) as base:
+            return prepare(opened, base, output or Path(f"{opened.name}.lora"), progress)
 
 
 def export_model(model: str, path: Path, dtype: str) -> None:

@@ -20,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from enginewright.builder.adapters.prepare import AdapterReport
 from enginewright.builder.build import BuildReport
 from enginewright.builder.forecast import Forecast
 from enginewright.runtime.commands.quality import describe_quality
@@ -120,6 +121,21 @@ class ConsoleProgress:
 def describe(report: BuildReport | Forecast) -> str:
     """Formats the result of a build with the next command, or the forecast of one."""
     return "\n".join(("", *(_built(report) if isinstance(report, BuildReport) else _forecast(report))))
+
+
+def describe_adapter(report: AdapterReport) -> str:
+    """Formats the result of `engine adapter`."""
+    ranks = f"ranks of up to {report.max_rank} together"
+    return "\n".join(
+        (
+            "",
+            f"adapter  {report.path}",
+            f"engine   {report.engine}",
+            f"size     {format_bytes(report.size_bytes)}",
+            f"content  sha256:{report.content_hash}",
+            f"changes  {report.modules} layers of the checkpoint, in {report.sites} of the engine, {ranks}",
+        )
+    )
 
 
 def _built(report: BuildReport) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where the numbers of a weight [N, K], or of a bias [N], are in the checkpoint."""
+    """The positions of the numbers of a weight [N, K], or of a bias [N], in the checkpoint."""
 
     rows: tuple[tuple[str, torch.Tensor], ...]  # (name of a tensor, its rows) that follow each other, N in all
     row_factors: torch.Tensor | None = None  # FLOAT [N]; None: all are 1

@@ -18,7 +18,7 @@ from enginewright.plan import Plan
 from enginewright.runtime.commands.goldens import GOLDENS, Golden, Goldens
 from enginewright.runtime.commands.quality import QUALITY, QualityReport
 
-ABOUT = ("name", "model_type", "targets", "limits", "builder_version", "format_version", "roles", "speculate")
+ABOUT = ("name", "model_type", "targets", "limits", "builder_version", "format_version", "roles", "speculate", "engine")
 PARTS = ("about", "recipe", "sources", "sizes", "kernels")  # parts of the report with both values of each difference
 FORM = ("dtype", "shape", "layout", "nbytes")  # properties of a section, in the order of the report
 LINES_SHOWN = 16  # lines of a part, without --all
@@ -64,7 +64,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
 
 def _open(path: Path) -> EngineFile:
     try:
-        return EngineFile.open(path)
+        return EngineFile.open(path, adapters=True)
     except CorruptEngineError:
         raise
     except EngineError as error:

@@ -4,6 +4,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.code import CODE, read_code
 from enginewright.engine_file import EngineFile
 from enginewright.manifest import WEIGHTS
@@ -19,16 +20,18 @@ LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
 def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
-    """Collects everything that `inspect` shows, ready for JSON.
+    """Collects everything that `inspect` shows of an engine or an adapter, ready for JSON.
 
     Args:
-        path: the engine file.
+        path: the file.
         memory: bytes for weights, arena and KV cache together; None is what `engine run` would use on this machine.
 
     Raises:
         CorruptEngineError: the file is damaged.
     """
-    with EngineFile.open(path, check_sections=False) as file:
+    with EngineFile.open(path, check_sections=False, adapters=True) as file:
+        if file.manifest.engine is not None:
+            return _summarize_adapter(path)
         target = next(iter(platforms_of(file.manifest.targets)), CPU)
     with Engine.open(path, target) as engine:
         manifest, plan = engine.manifest, engine.plan
@@ -93,11 +96,36 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
                 "state_bytes_per_sequence": plan.state_bytes_per_sequence(),
                 "sequences_by_length": fits,
             },
-            "sections": {
-                name: {"bytes": form.nbytes, "dtype": form.dtype, "shape": form.shape, "layout": form.layout}
-                for name, form in engine.file.sections.items()
-            },
+            "sections": _sections(engine.file),
         }
+
+
+def _summarize_adapter(path: Path) -> dict[str, Any]:
+    with AdapterFile.open(path) as adapter:
+        manifest = adapter.file.manifest
+        return {
+            "path": str(path),
+            "file_bytes": adapter.file.file_bytes,
+            "name": manifest.name,
+            "model_type": manifest.model_type,
+            "engine": manifest.engine,
+            "recipe": manifest.recipe,
+            "content_hash": manifest.content_hash,
+            "format_version": manifest.format_version,
+            "builder_version": manifest.builder_version,
+            "sources": manifest.sources,
+            "max_rank": adapter.max_rank,
+            "layers": len(adapter.sites),
+            "memory_bytes": adapter.num_bytes,
+            "sections": _sections(adapter.file),
+        }
+
+
+def _sections(file: EngineFile) -> dict[str, Any]:
+    return {
+        name: {"bytes": form.nbytes, "dtype": form.dtype, "shape": form.shape, "layout": form.layout}
+        for name, form in file.sections.items()
+    }
 
 
 def _code(file: EngineFile) -> dict[str, dict[str, int]]:
@@ -147,6 +175,8 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         summary: the result of `summarize`.
         every_section: whether to list the weights one by one.
     """
+    if "engine" in summary:
+        return "\n".join((*_adapter_lines(summary), *_section_lines(summary["sections"], every_section)))
     memory, recipe, report = summary["memory"], summary["recipe"], summary["quality"]
     quality = ["not known"] if report is None else describe_quality(QualityReport.from_dict(report))
     lines = [
@@ -193,8 +223,24 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         lines.append(f"{'':13}in {given}, {kv_cache} are left for the KV cache (`engine run {option}`), which holds")
     for length, count in memory["sequences_by_length"].items():
         lines.append(f"{count:>16,} sequences of {length:,} positions")
-    lines.append("  sections")
-    sections = summary["sections"]
+    return "\n".join((*lines, *_section_lines(summary["sections"], every_section)))
+
+
+def _adapter_lines(summary: dict[str, Any]) -> list[str]:
+    size = format_bytes(summary["memory_bytes"])
+    return [
+        f"{summary['path']}: the adapter {summary['name']} ({summary['model_type']}), "
+        f"{format_bytes(summary['file_bytes'])}",
+        f"  recipe     {_listed(summary['recipe'])}; built by enginewright {summary['builder_version']}",
+        f"  engine     sha256:{summary['engine']}",
+        f"  content    sha256:{summary['content_hash']}",
+        f"  changes    {summary['layers']} layers of the engine, with ranks of up to {summary['max_rank']} together",
+        f"  memory     {size} of matrices",
+    ]
+
+
+def _section_lines(sections: dict[str, Any], every_section: bool) -> list[str]:
+    lines = ["  sections"]
     weights = {name: entry for name, entry in sections.items() if name.startswith(WEIGHTS)}
     shown = sections if every_section else {name: entry for name, entry in sections.items() if name not in weights}
     for name, entry in sorted(shown.items()):
@@ -203,7 +249,7 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     if not every_section:
         total = sum(entry["bytes"] for entry in weights.values())
         lines.append(f"{total:>16,} bytes  {len(weights)} weights (--sections lists them)")
-    return "\n".join(lines)
+    return lines
 
 
 def _message_lines(messages: dict[str, str | None]) -> list[str]:

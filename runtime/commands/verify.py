@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, EngineError, UsageError
 from enginewright.runtime.commands.goldens import GOLDENS, Goldens, last_logits_of, replay, replay_config
@@ -24,10 +25,10 @@ def verify(
     signature: Path | None = None,
     provenance: Path | None = None,
 ) -> dict[str, Any]:
-    """Checks an engine file. Nothing of the engine is run before its signature has been checked.
+    """Checks an engine or an adapter. Nothing of an engine is run before its signature has been checked.
 
     Args:
-        path: the engine file.
+        path: the file.
         goldens: whether to replay the goldens.
         threads: threads of the CPU executor; None is the default.
         isa: instruction set of the CPU executor; None is the default.
@@ -44,14 +45,18 @@ def verify(
         CorruptEngineError: header, manifest or sections are not as they were built; all such sections are named.
         EngineError: the engine computes something else on this machine.
     """
-    with EngineFile.open(path, check_sections=False) as file:
+    with EngineFile.open(path, check_sections=False, adapters=True) as file:
         origin = _check_origin(path, trust, signature, provenance)
         damaged = file.verify_sections()
         if damaged:
             raise CorruptEngineError(f"{path} is damaged", f"section {', '.join(damaged)}", "Build it again.")
         report: dict[str, Any] = {"file": str(path), "sections": len(file.manifest.sections), "hashes": "right"}
         report["content"] = f"sha256:{file.manifest.content_hash}"
+        is_adapter = file.manifest.engine is not None
     report |= origin
+    if is_adapter:
+        AdapterFile.open(path).close()  # checks what it lists
+        return report | {"goldens": "none, since it is an adapter"}
     if not goldens:
         return report | {"goldens": "not replayed"}
     with open_engine(path, device) as engine:

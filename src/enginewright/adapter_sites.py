@@ -76,7 +76,7 @@ class AdapterSites(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             sites = msgspec.json.decode(data, type=AdapterSites)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise _unusable(str(error)) from error
+            raise unusable(str(error)) from error
         sites.check(sections)
         return sites
 
@@ -128,8 +128,9 @@ def read_sites(file: EngineFile) -> AdapterSites:
 
 def _require(condition: bool, fault: str) -> None:
     if not condition:
-        raise _unusable(fault)
+        raise unusable(fault)
 
 
-def _unusable(fault: str) -> CorruptEngineError:
+def unusable(fault: str) -> CorruptEngineError:
+    """Makes the error for sites that cannot be; fault: what is wrong with them."""
     return CorruptEngineError("the engine's adapter sites cannot be used", fault, BUILD_AGAIN)

@@ -48,15 +48,16 @@ class EngineFile:
         self._map = mmap.mmap(fd, self.file_bytes, access=mmap.ACCESS_READ)
 
     @classmethod
-    def open(cls, path: str | Path, *, check_sections: bool = True) -> "EngineFile":
+    def open(cls, path: str | Path, *, check_sections: bool = True, adapters: bool = False) -> "EngineFile":
         """Opens an engine, and checks its header and the hashes of all sections but weights (see `verify_sections`).
 
         Args:
             path: the engine file.
             check_sections: False checks the header alone.
+            adapters: True opens adapters as well, whose files have the same form.
 
         Raises:
-            UsageError: there is no such file, or it is a checkpoint: a folder, a GGUF file, or a hub id.
+            UsageError: there is no such file, or it is a checkpoint (a folder, a GGUF file, or a hub id) or an adapter.
             CorruptEngineError: the file is cut short, altered, or not an engine, or it is a FIFO or the like.
             EngineError: it cannot be read, or a newer release wrote it.
         """
@@ -84,6 +85,9 @@ class EngineFile:
             os.close(fd)
             raise
         try:
+            if engine.manifest.engine is not None and not adapters:
+                why = f"it is for the engine with the content {engine.manifest.engine}"
+                raise UsageError(f"{path} is an adapter, not an engine", why, "Name its engine.")
             if check_sections:
                 damaged = engine.verify_sections(name for name in engine.sections if not name.startswith(WEIGHTS))
                 if damaged:

@@ -68,6 +68,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     # roles of the plans that propose draft tokens, among ROLES; each has one for each platform
     roles: tuple[str, ...] = ()
     speculate: str | None = None  # default source of draft tokens, NGRAM or one of the roles; None: no speculation
+    engine: Sha256 | None = None  # content hash of the engine that an adapter is for; None: the file is an engine
 
 
 class Manifest(About, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -121,7 +122,7 @@ _DECODER = msgspec.json.Decoder(Manifest)
 def _content_hash(fields: Mapping[str, Any]) -> str:
     sections = {name: form for name, form in fields["sections"].items() if not form.evidence}
     # as in the manifest's JSON, which omits defaults
-    left_out = [name for name in ("roles", "speculate") if not fields[name]]
+    left_out = [name for name in ("roles", "speculate", "engine") if not fields[name]]
     fields = {name: value for name, value in fields.items() if name not in left_out}
     return hashlib.sha256(msgspec.json.encode({**fields, "sections": sections}, order="sorted")).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Commands that make files from models: `engine build`, `engine rebuild` and `engine export`."""
+"""Commands that make files from models: `engine build`, `engine rebuild`, `engine adapter` and `engine export`."""
 
 from functools import partial
 from pathlib import Path
@@ -302,6 +302,35 @@ def rebuild(
     )
     show(report, None if as_json else partial(describe, every_line=every_line))
     context.exit(0 if report["same"] else 1)
+
+
+@click.command(cls=SectionCommand)
+@click.argument("adapter", metavar="ADAPTER", type=click.Path(path_type=Path))
+@model(
+    "--engine",
+    required=True,
+    type=EnginePathType(),
+    help="The engine whose layers ADAPTER changes, built from the model that it was trained for.",
+)
+@output_section(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    show_default="ADAPTER.lora in this folder",
+    help="The adapter file to write.",
+)
+@JSON_OPTION
+def adapter(adapter: Path, engine: Path, output: Path | None, as_json: bool) -> None:
+    """Prepare a LoRA adapter for an engine, as a file that is ready to be loaded.
+
+    ADAPTER is the folder that PEFT has saved. The file is for this one engine: prepare it again after a build that
+    changes the engine's content.
+    """
+    from enginewright.builder.commands import prepare_adapter
+    from enginewright.builder.console import describe_adapter
+
+    made = prepare_adapter(adapter, engine, output)
+    show_report(made, None if as_json else describe_adapter, err=True)
 
 
 @click.command(cls=SectionCommand)

@@ -4,7 +4,7 @@ import click
 
 from enginewright import __version__
 from enginewright.cli.bench import bench
-from enginewright.cli.build import build, export, rebuild
+from enginewright.cli.build import adapter, build, export, rebuild
 from enginewright.cli.engine_files import diff, doctor, inspect, sign, verify
 from enginewright.cli.generate import chat, embed, generate
 from enginewright.cli.groups import Commands
@@ -13,7 +13,7 @@ from enginewright.cli.run import run
 from enginewright.cli.shell import completion, show_help
 
 COMMANDS: tuple[click.Command, ...] = (
-    *(build, rebuild, export),
+    *(build, rebuild, adapter, export),
     *(inspect, verify, sign, doctor, diff),
     *(generate, embed, chat, run, route, bench),
     *(completion, show_help),

@@ -31,7 +31,7 @@ SIGNATURE_OPTION = section("Signature")(
 @output_section("--sections", is_flag=True, help="List every section of the file, with its size and format.")
 @JSON_OPTION
 def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> None:
-    """Show what is in an engine file.
+    """Show what is in an engine file, or in an adapter file.
 
     That is the model, how it was built, what the quality gate measured, and how many sequences fit into memory.
     """

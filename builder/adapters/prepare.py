@@ -1,0 +1,158 @@
+"""`engine adapter`: prepares a LoRA adapter for one engine, laid out as kernels read it.
+
+The matrices of the checkpoint's layers become those of the engine's sites (adapter_sites.py), as the weights did: rows
+of B are picked and get the weight's factors of rows, and alpha / rank; columns of A are sorted and get its factors of
+columns, by which the layer's input was divided. DoRA's lengths of rows are settled against the engine's own weights.
+Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2402.09353
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from enginewright import __version__
+from enginewright.adapter_file import ADAPTER, MAX_RANK, AdapterEntries, SiteEntry
+from enginewright.adapter_sites import read_sites
+from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
+from enginewright.builder.adapters.engine_weights import open_section, open_weight
+from enginewright.builder.adapters.layers import EngineLayer
+from enginewright.builder.lower import PackedForm, pack
+from enginewright.builder.progress import Progress, Silent
+from enginewright.engine_file import EngineWriter
+from enginewright.errors import UnsupportedModelError, UsageError
+from enginewright.manifest import About
+from enginewright.output_file import require_writable, same_file
+from enginewright.plan import WeightOperand
+from enginewright.runtime.engine import Engine
+
+MERGE = "Merge it at build: engine build --merge ADAPTER."
+SECTIONS = 3  # sections of a site at most, without one for each of its runs: A, a bias and a gain
+NO_SITE = "heads, embeddings, experts, norms, and layers that the model does not have are no adapter sites"
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """A prepared adapter."""
+
+    path: Path  # its file
+    name: str  # its name
+    engine: str  # name of the engine that it is for
+    size_bytes: int  # size of the file
+    content_hash: str  # SHA-256 of its content
+    modules: int  # number of the checkpoint's layers that it changes
+    sites: int  # number of the engine's layers that it changes
+    max_rank: int  # largest rank of a site
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts the report to JSON's types."""
+        return asdict(self) | {"path": str(self.path)}
+
+
+def prepare(adapter: Adapter, engine: Engine, output: Path, progress: Progress | None = None) -> AdapterReport:
+    """Writes an adapter's file for an engine. It appears complete under its name, or not at all.
+
+    Args:
+        adapter: the adapter, as PEFT has saved it.
+        engine: the engine, open.
+        output: the adapter's file.
+        progress: receiver of progress; None is nobody.
+
+    Raises:
+        UsageError: the engine takes no adapters, or the file cannot be written there.
+        UnsupportedModelError: the adapter changes something that has no site in the engine, or its rank is too large.
+        EngineError: shapes do not fit, or numbers are not finite.
+    """
+    require_writable(output, regular=True)
+    if same_file(output, engine.file.path):
+        raise UsageError(f"{output} cannot be written", "it is the engine", "Name another file with --output.")
+    progress = progress or Silent()
+    progress.phase("find the layers")
+    layers = [EngineLayer(engine.file, site) for site in read_sites(engine.file).sites]
+    _check(adapter, layers, engine.file.path)
+    layers = [layer for layer in layers if layer.modules & adapter.updates.keys()]
+    calls = {
+        weight.name: call
+        for call in engine.plan.calls
+        if isinstance(weight := call.operands.get("weight"), WeightOperand)
+    }
+    progress.phase("prepare the matrices", len(layers))
+    entries: list[SiteEntry] = []
+    with EngineWriter(output, 1 + sum(SECTIONS + len(layer.runs) for layer in layers)) as writer:
+        for layer in layers:
+            site = layer.site
+            bias = None if site.bias is None else open_section(engine, site.bias)[0](0, site.rows)
+            entry, tensors = layer.changed(adapter, open_weight(engine, calls[site.weight]), bias)
+            for (name, form), values in zip(entry.forms().items(), tensors, strict=True):
+                packed = PackedForm(*form)
+                typed = values.bfloat16() if packed.dtype == "bf16" else values
+                writer.add(name, pack(typed, packed), **asdict(packed))
+            entries.append(entry)
+            progress.advance(1)
+        writer.add(ADAPTER, AdapterEntries(tuple(entries)).to_json())
+        manifest = writer.commit(_about(adapter, engine))
+    return AdapterReport(
+        path=output,
+        name=adapter.name,
+        engine=engine.manifest.name,
+        size_bytes=output.stat().st_size,
+        content_hash=manifest.content_hash,
+        modules=len(adapter.updates),
+        sites=len(entries),
+        max_rank=max((entry.rank for entry in entries), default=0),
+    )
+
+
+def _about(adapter: Adapter, engine: Engine) -> About:
+    config = adapter.config
+    recipe = {"rank": config.rank, "alpha": repr(config.alpha)}
+    return About(
+        builder_version=__version__,
+        name=adapter.name,
+        model_type=engine.manifest.model_type,
+        targets=(),
+        recipe={**recipe, "use_rslora": config.use_rslora, "use_dora": config.use_dora},
+        sources=dict(adapter.source_hashes),
+        limits=engine.manifest.limits,
+        engine=engine.manifest.content_hash,
+    )
+
+
+def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path) -> None:
+    """Refuses an adapter of which a part would be left out, or that does not fit the engine's layers."""
+    for update in adapter.updates.values():
+        module, own = update.module, [layer for layer in layers if update.module in layer.modules]
+        if (why := _refusal(update, has_site=bool(own))) is not None:
+            what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
+            raise UnsupportedModelError(what, why, MERGE)
+        if update.changes_bias and any(layer.site.bias is None for layer in own):
+            what = f"the adapter {adapter.name} changes the bias of {module}, which {engine} does not have"
+            raise UnsupportedModelError(what, fix="Merge the adapter with PEFT, and build the merged model.")
+        rows = set().union(*(layer.rows_of(module) for layer in own))
+        if rows != set(range(count := len(rows))):
+            what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
+            raise UnsupportedModelError(what, "only some of its rows are in layers that adapters can change", MERGE)
+        wanted: dict[str, tuple[int, ...]] = dict.fromkeys(("bias", "b_bias", "magnitude"), (count,))
+        if "a" in update.parts:
+            rank = adapter.config.rank_of(module)
+            if rank > MAX_RANK:
+                what = f"{module} of the adapter {adapter.name} has rank {rank}"
+                raise UnsupportedModelError(what, f"at most {MAX_RANK} is possible", MERGE)
+            wanted |= {"a": (rank, own[0].site.columns), "b": (count, rank)}
+        for part in update.parts:
+            if (found := adapter.shape(update, part)) != wanted[part]:
+                why = f"{update.parts[part]} has shape {list(found)}, and the engine's layer {list(wanted[part])}"
+                raise adapter.error(why)
+
+
+def _refusal(update: ModuleUpdate, *, has_site: bool) -> str | None:
+    """Says why an update cannot be applied to an engine; None if it can."""
+    if update.experts_module is not None:
+        return "experts are no adapter sites"
+    if update.parts.keys() & {"embedding_a", "token_rows"}:
+        return "embeddings are no adapter sites"
+    if not has_site:
+        return NO_SITE
+    if "weight" in update.parts:
+        return "it replaces the whole layer (modules_to_save), and adapters add to layers"
+    return None

@@ -1,0 +1,228 @@
+"""An adapter for one engine, ready to be multiplied: NAME.lora, a file in the engine file's form.
+
+`adapter.json` lists the sites of the engine (adapter_sites.py) that it changes, and the sections of `weights/` have its
+matrices. A row of a site's result is
+
+    acc · gain + bias of the engine + bias + Σ B (A x)
+
+over the pieces that the row is in, before the epilogue: acc is the engine's product with its scales, and x its input.
+docs/engine-file.md specifies the format.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from enginewright.engine_file import EngineFile
+from enginewright.errors import CorruptEngineError, UsageError
+from enginewright.manifest import MAX_BYTES, WEIGHTS, Manifest, SectionForm
+
+ADAPTER = "adapter.json"  # name of the section that lists the sites
+MAX_RANK = 320  # rank of a layer's matrices
+RANK_ALIGN = 16  # ranks of a site are padded with zero rows of A to a multiple of this
+PREPARE_AGAIN = "Prepare it again with `engine adapter`."
+
+
+class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rows of a site that one layer's matrices change."""
+
+    begin: int  # first of the rows
+    count: int  # number of rows
+    rank: int  # columns of B
+    first_rank: int  # first row of A that B is multiplied with
+
+
+class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A site that an adapter changes."""
+
+    weight: str  # name of the site's weight in the plan
+    rows: int  # rows of the weight, N
+    columns: int  # columns of the weight, K
+    rank: int  # rows of A, R, a multiple of RANK_ALIGN; 0: there is no A
+    pieces: tuple[PieceEntry, ...]  # pieces, in the order of their rows, none of which is in two
+    bias: bool = False  # True if something is added to the bias
+    gain: bool = False  # True if rows of the engine's product have factors (DoRA)
+
+    def forms(self) -> Mapping[str, tuple[str, tuple[int, ...], str]]:
+        """Lists its sections with their dtype, shape and layout."""
+        name = f"{WEIGHTS}{self.weight}"
+        forms: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        if self.rank:
+            forms[f"{name}.a"] = "bf16", (self.rank, self.columns), "r16_columns"
+        for number, piece in enumerate(self.pieces):
+            forms[f"{name}.b{number}"] = "bf16", (piece.count, piece.rank), "r16_columns"
+        vectors = [kind for kind, is_there in (("bias", self.bias), ("gain", self.gain)) if is_there]
+        return forms | {f"{name}.{kind}": ("f32", (self.rows,), "plain") for kind in vectors}
+
+    def check(self, sections: Mapping[str, SectionForm]) -> None:
+        """Refuses ranks and rows that are out of range, and sections that do not have their forms.
+
+        Args:
+            sections: name → form of the file's sections.
+        """
+        sizes = self.rows, self.columns
+        _require(all(0 < size <= MAX_BYTES for size in sizes), f"{self.weight} has an impossible shape")
+        possible = 0 <= self.rank <= MAX_BYTES and self.rank % RANK_ALIGN == 0 and bool(self.pieces) == (self.rank > 0)
+        _require(possible, f"{self.weight} has rank {self.rank} and {len(self.pieces)} pieces")
+        end = 0
+        for piece in self.pieces:
+            _require(0 < piece.rank <= MAX_RANK, f"{self.weight} has a piece of rank {piece.rank}")
+            _require(0 <= piece.first_rank <= self.rank - piece.rank, f"a piece of {self.weight} leaves A")
+            inside = end <= piece.begin <= self.rows and 0 < piece.count <= self.rows - piece.begin
+            _require(inside, f"a piece of {self.weight} leaves its rows, or those after the last piece")
+            end = piece.begin + piece.count
+        for name, expected in self.forms().items():
+            form = sections.get(name)
+            found = None if form is None else (form.dtype, form.shape, form.layout)
+            _require(found == expected, f"section {name} is not there as {expected}")
+
+
+class AdapterEntries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `adapter.json`."""
+
+    sites: tuple[SiteEntry, ...]  # sites, in the order of the plan's calls
+
+    def to_json(self) -> bytes:
+        """Encodes the entries as canonical JSON."""
+        return msgspec.json.encode(self, order="sorted")
+
+    @staticmethod
+    def from_json(data: bytes, sections: Mapping[str, SectionForm]) -> "AdapterEntries":
+        """Decodes and checks the entries.
+
+        Args:
+            data: the JSON.
+            sections: name → form of the file's sections.
+
+        Raises:
+            CorruptEngineError: the JSON is not that of entries, or they do not fit the sections.
+        """
+        try:
+            entries = msgspec.json.decode(data, type=AdapterEntries)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise CorruptEngineError("the adapter cannot be used", str(error), PREPARE_AGAIN) from error
+        _require(len({site.weight for site in entries.sites}) == len(entries.sites), "two of its sites have one weight")
+        for site in entries.sites:
+            site.check(sections)
+        return entries
+
+
+@dataclass(frozen=True)
+class AdapterPiece:
+    """The matrices of one layer, for some rows of a site."""
+
+    begin: int  # first of the rows
+    count: int  # number of rows
+    rank: int  # columns of B
+    first_rank: int  # first row of A that B is multiplied with
+    # B, BFLOAT16 [count, rank] as r16_columns: (n, j) at (n // 16 · rank + j) · 16 + n % 16, rows padded with zeros
+    b: memoryview
+
+
+@dataclass(frozen=True)
+class SiteAdapter:
+    """The changes of one linear layer of the plan."""
+
+    rows: int  # rows of the layer's weight, N
+    columns: int  # columns of the layer's weight, K
+    rank: int  # rows of A, R, a multiple of RANK_ALIGN; 0: there is no A
+    # A, BFLOAT16 [R, K] as r16_columns: (r, k) at (r // 16 · K + k) · 16 + r % 16; empty if there is none
+    a: memoryview
+    pieces: tuple[AdapterPiece, ...]  # pieces, in the order of their rows, none of which is in two
+    bias: memoryview | None  # FLOAT [N], added to the bias of the engine; None: nothing is
+    gain: memoryview | None  # FLOAT [N], factors of the engine's product without its bias; None: all are 1
+
+
+class AdapterFile:
+    """An open adapter, whose matrices are used where they are mapped; close it, or use it in `with`.
+
+    Attributes:
+        name: its name.
+        content_hash: hash of its content.
+        engine_hash: hash of the content of the engine that it is for.
+        sites: name of a weight in the plan → what is changed there.
+        max_rank: the largest rank of a site.
+        num_bytes: bytes of all matrices and vectors.
+    """
+
+    def __init__(self, file: EngineFile, engine_hash: str) -> None:
+        self.file = file
+        self.name, self.content_hash = file.manifest.name, file.manifest.content_hash
+        self.engine_hash = engine_hash
+        entries = AdapterEntries.from_json(file.read_section(ADAPTER), file.sections).sites
+        self.sites: Mapping[str, SiteAdapter] = MappingProxyType({one.weight: self._site(one) for one in entries})
+        self.max_rank = max((site.rank for site in self.sites.values()), default=0)
+        self.num_bytes = sum(form.nbytes for name, form in file.sections.items() if name.startswith(WEIGHTS))
+
+    @classmethod
+    def open(cls, path: str | Path) -> "AdapterFile":
+        """Opens an adapter, and checks all but the hashes of its matrices, which are not read.
+
+        Args:
+            path: the adapter's file.
+
+        Raises:
+            UsageError: there is no such file, or it is an engine or a checkpoint.
+            CorruptEngineError: the file is cut short or altered, or its sites do not fit its matrices.
+        """
+        file = EngineFile.open(path, adapters=True)
+        try:
+            if (engine_hash := file.manifest.engine) is None:
+                raise UsageError(
+                    f"{path} is an engine, not an adapter",
+                    fix="An adapter is what `engine adapter` writes, NAME.lora.",
+                )
+            return cls(file, engine_hash)
+        except BaseException:
+            file.close()
+            raise
+
+    def check_fits(self, engine: Manifest) -> None:
+        """Checks that the adapter was prepared for an engine.
+
+        Args:
+            engine: the engine's manifest.
+
+        Raises:
+            UsageError: it was prepared for another one.
+            CorruptEngineError: it changes weights that the engine does not have.
+        """
+        if engine.content_hash != self.engine_hash:
+            raise UsageError(
+                f"the adapter {self.name} does not belong to the engine {engine.name}",
+                f"it was prepared for the content {self.engine_hash[:12]}…, and the engine's is "
+                f"{engine.content_hash[:12]}…",
+                PREPARE_AGAIN,
+            )
+        for weight, site in self.sites.items():
+            form = engine.sections.get(f"{WEIGHTS}{weight}")
+            fits = form is not None and form.shape == (site.rows, site.columns)
+            _require(fits, f"the engine has no {weight} of {site.rows} × {site.columns}")
+
+    def close(self) -> None:
+        """Closes the file; views of its matrices stay valid."""
+        self.file.close()
+
+    def __enter__(self) -> "AdapterFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _site(self, entry: SiteEntry) -> SiteAdapter:
+        views = [self.file.section(name) for name in entry.forms()]
+        a = views.pop(0) if entry.rank else memoryview(b"")
+        pieces = tuple(
+            AdapterPiece(piece.begin, piece.count, piece.rank, piece.first_rank, views.pop(0)) for piece in entry.pieces
+        )
+        bias = views.pop(0) if entry.bias else None
+        gain = views.pop(0) if entry.gain else None
+        return SiteAdapter(entry.rows, entry.columns, entry.rank, a, pieces, bias, gain)
+
+
+def _require(condition: bool, fault: str) -> None:
+    if not condition:
+        raise CorruptEngineError("the adapter cannot be used", fault, PREPARE_AGAIN)

@@ -1,0 +1,386 @@
+"""Adapters prepared for an engine: read in numpy from their files, they are what merged weights are."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from enginewright.adapter_file import ADAPTER, AdapterFile, SiteAdapter
+from enginewright.adapter_sites import ADAPTER_SITES, AdapterSites, Site
+from enginewright.builder.adapters import Adapter, MergedCheckpoint
+from enginewright.builder.adapters.prepare import prepare
+from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.engine_file import EngineFile, EngineWriter
+from enginewright.errors import CorruptEngineError, EngineError, UnsupportedModelError, UsageError
+from enginewright.manifest import About
+from enginewright.passes.quant import quant_config
+from enginewright.runtime.engine import Engine
+from tests.adapters.test_merge import LINEARS, Q_A, Q_B, WEIGHTS, edited, trained
+from tests.build.test_method_engines import CALIBRATION
+from tests.engine_file.test_weights import Reader, matrix
+from tests.helpers.adapter_sites import mapped, mapped_bias, row_sources
+from tests.helpers.command import run_engine
+from tests.helpers.engines import copied
+from tests.helpers.quantized import GPTQ, gptq, tiny_quantized
+from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+
+Array = npt.NDArray[Any]
+ROUNDING = 2**-7 + 2**-16  # of a product of two numbers that are rounded to bfloat16
+BIASES = {"attention_bias": True, "mlp_bias": True}
+EVERY = ["q_proj", "k_proj", *LINEARS[1:], "up_proj"]
+PATTERNS = {"rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\.down_proj": 40}, "alpha_pattern": {"down_proj": 1.5}}
+
+
+def built(checkpoint: MemoryCheckpoint, folder: Path, quant: str | None = None) -> Path:
+    method = quant_config(quant) if quant else None
+    (folder / "data.txt").write_text(CALIBRATION)
+    data = str(folder / "data.txt") if method and method.calibrated else None
+    build_engine(checkpoint, BuildConfig(quant=method, gate=None, calib_data=data), folder / "base.engine")
+    return folder / "base.engine"
+
+
+def prepared(folder: Path, engine: Path, name: str = "x.lora") -> Path:
+    with Engine.open(engine) as opened:
+        prepare(Adapter(folder), opened, folder / name)
+    return folder / name
+
+
+@dataclass
+class Base:
+    """An engine, read in numpy by what docs/engine-file.md says."""
+
+    sites: tuple[Site, ...]
+    vectors: Mapping[str, bytes]
+    reader: Reader
+
+    @staticmethod
+    def of(path: Path) -> "Base":
+        with EngineFile.open(path) as file:
+            vectors = {name: file.read_section(name) for name in file.sections if name.startswith(ADAPTER_SITES)}
+            sites = AdapterSites.from_json(vectors[ADAPTER_SITES], file.sections).sites
+        return Base(sites, vectors, Reader(path))
+
+    def weight(self, site: Site) -> Array:
+        return self.reader.restored(site.weight).astype(np.float64)
+
+    def bias(self, site: Site) -> Array:
+        found = None if site.bias is None else self.reader.tensor(site.bias)
+        return np.zeros(site.rows) if found is None else found.astype(np.float64)
+
+    def as_checkpoint(self, like: MemoryCheckpoint, stored: Callable[[Array], Array]) -> MemoryCheckpoint:
+        """The checkpoint of which the engine has exactly the weights, as it multiplies them.
+
+        Args:
+            stored: [out, in] → as the checkpoint stores it.
+        """
+        ones = {module: 1.0 for site in self.sites for module, _ in row_sources(site, self.vectors)}
+        layers: dict[str, dict[int, Array]] = {module: {} for module in ones}
+        biases: dict[str, dict[int, float]] = {module: {} for module in ones}
+        for site in self.sites:
+            factors = mapped(site, self.vectors, lambda module, wide=site.columns: np.ones((10_000, wide)))  # type: ignore[misc]
+            rows, bias = self.weight(site) / factors, self.bias(site)
+            if site.column_order is not None:
+                rows = rows[:, np.argsort(np.frombuffer(self.vectors[site.column_order], "<i4"))]
+            if site.bias is not None:
+                bias = bias / mapped_bias(site, self.vectors, lambda module: np.ones(10_000))
+            for number, (module, row) in enumerate(row_sources(site, self.vectors)):
+                layers[module][row] = rows[number]
+                biases[module][row] = bias[number]
+        tensors = dict(like.stored)
+        for module in layers:
+            weight = np.stack([layers[module][row] for row in range(len(layers[module]))])
+            tensors[f"{module}.weight"] = torch.from_numpy(stored(weight)).float()
+            if f"{module}.bias" in tensors:
+                vector = np.array([biases[module][row] for row in range(len(biases[module]))])
+                tensors[f"{module}.bias"] = torch.from_numpy(vector).float()
+        config = {key: value for key, value in like.config.items() if key != "quantization_config"}
+        return MemoryCheckpoint(config, tensors)
+
+
+def products(adapter: SiteAdapter) -> tuple[Array, Array]:
+    """Σ B A and Σ |B| |A|, [N, K]."""
+    total, size = np.zeros((2, adapter.rows, adapter.columns))
+    if adapter.rank:
+        a = matrix(bytes(adapter.a), "bf16", adapter.rank, adapter.columns, "r16_columns").astype(np.float64)
+        for piece in adapter.pieces:
+            b = matrix(bytes(piece.b), "bf16", piece.count, piece.rank, "r16_columns").astype(np.float64)
+            own = a[piece.first_rank : piece.first_rank + piece.rank]
+            total[piece.begin : piece.begin + piece.count] = b @ own
+            size[piece.begin : piece.begin + piece.count] = np.abs(b) @ np.abs(own)
+    return total, size
+
+
+def vector(view: memoryview | None, otherwise: Array) -> Array:
+    return otherwise if view is None else np.frombuffer(view, "<f4").astype(np.float64)
+
+
+def check(engine: Path, lora: Path, checkpoint: MemoryCheckpoint, adapter: Adapter) -> int:
+    """Compares all sites that an adapter changes with merged weights; returns their number."""
+    base, is_transposed = Base.of(engine), checkpoint.config["model_type"] == "gpt2"
+
+    def turned(weight: Array) -> Array:
+        return weight.T.copy() if is_transposed else weight
+
+    merged = MergedCheckpoint(base.as_checkpoint(checkpoint, turned), [adapter])
+
+    def read(kind: str) -> Callable[[str], Array]:
+        return lambda module: merged.read(f"{module}.{kind}").double().numpy()
+
+    with EngineFile.open(engine) as file, AdapterFile.open(lora) as opened:
+        opened.check_fits(file.manifest)
+        for site in base.sites:
+            expected = mapped(site, base.vectors, lambda module: turned(read("weight")(module)))
+            if (changed := opened.sites.get(site.weight)) is None:
+                weight = base.weight(site)
+                np.testing.assert_allclose(expected, weight, rtol=1e-5, atol=1e-6 * np.abs(weight).max())
+                continue
+            added, size = products(changed)
+            weight = vector(changed.gain, np.ones(site.rows))[:, None] * base.weight(site)
+            error, bound = np.abs(weight + added - expected), ROUNDING * size + 1e-5 * np.abs(weight) + 1e-7
+            assert (error <= bound).all(), (site.weight, (error - bound).max())
+            assert size.any() or changed.bias is not None
+            if site.bias is not None:
+                bias = base.bias(site) + vector(changed.bias, np.zeros(site.rows))
+                wanted = mapped_bias(site, base.vectors, read("bias"))
+                np.testing.assert_allclose(bias, wanted, rtol=1e-5, atol=1e-6, err_msg=str(site.bias))
+        assert opened.max_rank == max(site.rank for site in opened.sites.values())
+        return len(opened.sites)
+
+
+CASES: list[tuple[str, dict[str, Any], str | None, dict[str, Any]]] = [
+    ("llama", {}, None, {"target_modules": LINEARS}),
+    ("llama", {}, "int8-sq", {"target_modules": EVERY, **PATTERNS}),
+    ("llama", BIASES, "int8-sq", {"target_modules": LINEARS, "lora_bias": True, "r": 1}),
+    ("llama", BIASES, "int8-sq", {"target_modules": ["q_proj"], "bias": "all"}),
+    ("llama", {}, "int8-sq", {"target_modules": LINEARS, "use_dora": True}),
+    ("qwen3", {}, "int4-awq", {"target_modules": EVERY, "use_dora": True, "use_rslora": True, "r": 64}),
+    ("phi3", {}, "int8-sq", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
+    ("gpt2", {}, "int8-sq", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "use_dora": True}),
+    ("gemma2", {}, "mxfp4", {"target_modules": LINEARS, "use_dora": True}),
+    ("falcon_h1", {}, "fp8", {"target_modules": ["in_proj", "q_proj", "gate_proj", "o_proj"], "use_dora": True}),
+    ("qwen3_next", {}, None, {"target_modules": ["q_proj", "in_proj_qkvz", "out_proj"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "quant", "lora"), CASES, ids=[f"{f}-{q}-{'-'.join(c)}" for f, _, q, c in CASES]
+)
+def test_a_prepared_adapter_is_the_merged_weights(
+    tmp_path: Path, family: str, overrides: dict[str, Any], quant: str | None, lora: dict[str, Any]
+) -> None:
+    model = tiny_model(config := tiny_config(family, **overrides))
+    trained(model, tmp_path, **lora)
+    checkpoint = MemoryCheckpoint.of(model, config)
+    engine = built(checkpoint, tmp_path, quant)
+    file = prepared(tmp_path, engine)
+    assert check(engine, file, checkpoint, Adapter(tmp_path)) >= config.get("num_hidden_layers", config.get("n_layer"))
+    assert file.read_bytes() == prepared(tmp_path, engine, "again.lora").read_bytes()
+
+
+@pytest.mark.parametrize("order", ["shared", "each"])
+def test_an_adapter_of_an_engine_in_act_order(tmp_path: Path, order: str) -> None:
+    tiny = tiny_quantized(gptq(order=order), {**GPTQ, "desc_act": True}, mlp_bias=True)
+    trained(tiny.model, tmp_path, target_modules=EVERY, use_dora=True)
+    engine = built(tiny.checkpoint, tmp_path)
+    layers = check(engine, prepared(tmp_path, engine), tiny.checkpoint, Adapter(tmp_path))
+    assert layers == 4 * tiny.checkpoint.config["num_hidden_layers"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine of the tiny llama, whose layers have biases."""
+    return built(MemoryCheckpoint.tiny("llama", **BIASES), tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of all kinds of sections for `base`."""
+    folder = tmp_path_factory.mktemp("lora")
+    trained(tiny_model(tiny_config("llama", **BIASES)), folder, target_modules=LINEARS, use_dora=True, bias="all")
+    stored = load_file(folder / WEIGHTS)
+    edited(folder, tensors={name: None for name in stored if "norm" in name and name.endswith(".bias")})
+    return prepared(folder, base)
+
+
+NAN = torch.full((7, 48), float("nan"))
+HEAD = "base_model.model.lm_head.weight"
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[EngineError], str]] = [
+    ({}, {}, {Q_A: NAN}, EngineError, "not finite"),
+    ({}, {}, {Q_A: torch.full((7, 48), 3.4e38)}, EngineError, "not finite"),
+    ({}, {}, {Q_A: torch.zeros(7, 47)}, EngineError, r"lora_A.weight has shape \[7, 47\], .* \[7, 48\]"),
+    ({}, {}, {Q_B: torch.zeros(49, 7)}, EngineError, r"lora_B.weight has shape \[49, 7\], .* \[48, 7\]"),
+    ({"r": 321}, {}, {}, UnsupportedModelError, "rank 321.*at most 320.*\n.*engine build --merge"),
+    ({"target_modules": ["q_proj", "lm_head"]}, {}, {}, UnsupportedModelError, r"changes lm_head.*heads.*\n.*--merge"),
+    ({"target_modules": ["embed_tokens"]}, {}, {}, UnsupportedModelError, "embed_tokens.*embeddings are no"),
+    ({"modules_to_save": ["input_layernorm"]}, {}, {}, UnsupportedModelError, "input_layernorm.*norms.*are no"),
+    ({"modules_to_save": ["o_proj"]}, {}, {}, UnsupportedModelError, "o_proj.*replaces the whole layer"),
+    ({"trainable_token_indices": [0, 5]}, {}, {}, UnsupportedModelError, "embeddings are no"),
+    ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, {}, {}, UnsupportedModelError, "layers.1.* model"),
+]
+
+
+@pytest.mark.parametrize(("choices", "config", "tensors", "error", "text"), REFUSED, ids=[one[-1] for one in REFUSED])
+def test_adapters_that_are_refused(
+    base: Path,
+    tmp_path: Path,
+    choices: dict[str, Any],
+    config: dict[str, Any],
+    tensors: dict[str, Any],
+    error: type[EngineError],
+    text: str,
+) -> None:
+    values = tiny_config("llama", **BIASES)
+    trained(tiny_model(values), tmp_path, **{"target_modules": ["q_proj"], **choices})
+    edited(tmp_path, config, tensors)
+    engine = base
+    if "layers_to_transform" in choices:  # an adapter of a deeper model
+        engine = built(MemoryCheckpoint.tiny("llama", num_hidden_layers=1), tmp_path)
+    with pytest.raises(error, match=text):
+        prepared(tmp_path, engine)
+    assert not (tmp_path / "x.lora").exists()
+
+
+def test_experts_and_missing_biases_are_refused(tmp_path: Path) -> None:
+    values = tiny_config("mixtral")
+    trained(tiny_model(values), tmp_path, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(UnsupportedModelError, match=r"experts are no adapter sites\n.*--merge"):
+        prepared(tmp_path, built(MemoryCheckpoint.tiny("mixtral"), tmp_path))
+    trained(tiny_model(tiny_config("llama")), tmp_path / "bias", target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(UnsupportedModelError, match=r"the bias of .*q_proj"):
+        prepared(tmp_path / "bias", built(MemoryCheckpoint.tiny("llama"), tmp_path))
+
+
+def test_engines_without_sites_and_other_engines_are_refused(base: Path, lora: Path, tmp_path: Path) -> None:
+    with EngineFile.open(base) as file, EngineWriter(tmp_path / "old.engine", 300) as writer:
+        for name, form in file.sections.items():
+            if not name.startswith(ADAPTER_SITES):
+                tensor = {"dtype": form.dtype, "shape": form.shape, "layout": form.layout}
+                writer.add(name, file.read_section(name), evidence=form.evidence, **tensor)
+        fields = {field: getattr(file.manifest, field) for field in About.__struct_fields__}
+        old = writer.commit(About(**fields))
+        with AdapterFile.open(lora) as adapter:
+            adapter.check_fits(file.manifest)
+            with pytest.raises(UsageError, match=r"adapter lora.* does not belong to the engine tiny"):
+                adapter.check_fits(old)
+    trained(tiny_model(tiny_config("llama", **BIASES)), tmp_path, target_modules=["q_proj"])
+    with pytest.raises(UsageError, match=r"(?s)cannot be used with adapters.*Build it again"):
+        prepared(tmp_path, tmp_path / "old.engine")
+    with pytest.raises(UsageError, match="it is the engine"), Engine.open(base) as engine:
+        prepare(Adapter(tmp_path), engine, base)
+
+
+def test_adapters_and_engines_are_told_apart(base: Path, lora: Path) -> None:
+    with pytest.raises(UsageError, match="is an adapter, not an engine"):
+        Engine.open(lora)
+    with pytest.raises(UsageError, match="is an engine, not an adapter"):
+        AdapterFile.open(base)
+    assert "is an adapter, not an engine" in run_engine("generate", str(lora), "-p", "x").output
+
+
+def test_damaged_adapters_are_refused(lora: Path, tmp_path: Path) -> None:
+    data, path = lora.read_bytes(), tmp_path / "cut.lora"
+    for length in (0, 7, 1000, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(CorruptEngineError):
+            AdapterFile.open(path)
+    with EngineFile.open(lora, adapters=True) as file:
+        entries = json.loads(file.read_section(ADAPTER))
+        start, size = file.offsets[ADAPTER], file.sections[ADAPTER].nbytes
+    path.write_bytes(
+        data[:start] + data[start : start + size].replace(b'"begin":0', b'"begin":1') + data[start + size :]
+    )
+    with pytest.raises(CorruptEngineError, match=r"section adapter\.json"):
+        AdapterFile.open(path)
+    assert len(entries["sites"]) == 4 * 3
+
+
+LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("leaves its rows", lambda site: site["pieces"][0].update(begin=-1)),
+    ("leaves its rows", lambda site: site["pieces"][-1].update(begin=site["rows"])),
+    ("leaves its rows", lambda site: site["pieces"][-1].update(count=2**53)),
+    ("leaves its rows, or", lambda site: site["pieces"].reverse()),
+    ("leaves A", lambda site: site["pieces"][0].update(first_rank=site["rank"])),
+    ("leaves A", lambda site: site["pieces"][0].update(first_rank=-1)),
+    ("rank 321", lambda site: site["pieces"][0].update(rank=321)),
+    ("rank 0", lambda site: site["pieces"][0].update(rank=0)),
+    ("has rank 0 and", lambda site: site.update(rank=0)),
+    ("has rank 17 and", lambda site: site.update(rank=17)),
+    ("is not there as", lambda site: site.update(rank=site["rank"] + 16)),
+    ("is not there as", lambda site: site.update(columns=site["columns"] + 1)),
+    ("impossible shape", lambda site: site.update(columns=0)),
+    ("is not there as", lambda site: site.update(rows=site["rows"] + 1)),
+    ("is not there as", lambda site: site.update(weight="other")),
+    ("is not there as", lambda site: site["pieces"].insert(1, dict(site["pieces"][0], begin=48, count=1))),
+    ("unknown field", lambda site: site.update(more=1)),
+    ("Expected `int`", lambda site: site.update(rank="16")),
+]
+
+
+@pytest.mark.parametrize(("text", "lie"), LIES)
+def test_wrong_bounds_are_refused(lora: Path, tmp_path: Path, text: str, lie: Callable[[dict[str, Any]], Any]) -> None:
+    with EngineFile.open(lora, adapters=True) as file:
+        entries = json.loads(file.read_section(ADAPTER))
+        with EngineWriter(tmp_path / "x.lora", 300) as writer:
+            lie(entries["sites"][0])
+            for name, form in file.sections.items():
+                content = msgspec.json.encode(entries) if name == ADAPTER else file.read_section(name)
+                writer.add(name, content, dtype=form.dtype, shape=form.shape, layout=form.layout)
+            writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
+    with pytest.raises(CorruptEngineError, match=text):
+        AdapterFile.open(tmp_path / "x.lora")
+
+
+SITE_LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("no such weight", lambda site: site.update(rows=site["rows"] - 1)),
+    ("no such weight", lambda site: site.update(weight="other")),
+    ("impossible rows", lambda site: site["runs"][0].update(first=-1)),
+    ("impossible rows", lambda site: site["runs"][0].update(count=0)),
+    ("other rows than", lambda site: site["runs"].pop()),
+    ("no bias of", lambda site: site.update(bias=site["weight"])),
+    ("no vector", lambda site: site.update(row_factors="chat_template")),
+    ("no vector", lambda site: site.update(column_order="nothing")),
+    ("unknown field", lambda site: site.update(more=1)),
+]
+
+
+@pytest.mark.parametrize(("text", "lie"), SITE_LIES)
+def test_wrong_sites_are_refused(base: Path, tmp_path: Path, text: str, lie: Callable[[dict[str, Any]], Any]) -> None:
+    with EngineFile.open(base) as file:
+        sites = json.loads(file.read_section(ADAPTER_SITES))
+    lie(sites["sites"][0])
+    changed = copied(base, tmp_path / "x.engine", {ADAPTER_SITES: msgspec.json.encode(sites)})
+    trained(tiny_model(tiny_config("llama", **BIASES)), tmp_path, target_modules=["q_proj"])
+    with pytest.raises(CorruptEngineError, match=text):
+        prepared(tmp_path, changed)
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tiny_checkpoint(tmp_path, "llama")
+    trained(tiny_model(tiny_config("llama")), tmp_path / "poet", target_modules=LINEARS)
+    made = run_engine("build", str(folder), "--quant", "int8-wo", "--gate", "off", "-o", "base.engine")
+    assert made.exit_code == 0, made.output
+    made = run_engine("adapter", "poet", "--engine", "base.engine")
+    assert made.exit_code == 0 and "15 layers of the checkpoint, in 12 of the engine" in made.output, made.output
+    again = run_engine("adapter", "poet", "--engine", "base.engine", "-o", "again.lora", "--json")
+    assert json.loads(again.stdout)["max_rank"] == 16
+    assert Path("poet.lora").read_bytes() == Path("again.lora").read_bytes()
+    shown = json.loads(run_engine("inspect", "poet.lora", "--json").output)
+    assert shown["engine"] == json.loads(run_engine("inspect", "base.engine", "--json").output)["content_hash"]
+    assert (shown["name"], shown["layers"], shown["max_rank"]) == ("poet", 12, 16)
+    assert "the adapter poet (llama)" in run_engine("inspect", "poet.lora", "--sections").output
+    checked = run_engine("verify", "poet.lora")
+    assert checked.exit_code == 0 and "goldens" in checked.output, checked.output
+    assert run_engine("diff", "poet.lora", "again.lora").exit_code == 0
+    damaged = bytearray(Path("again.lora").read_bytes())
+    damaged[-100] ^= 1
+    Path("again.lora").write_bytes(damaged)
+    assert run_engine("verify", "again.lora").exit_code == 5
