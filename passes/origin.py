@@ -53,7 +53,7 @@ class Origin:
         part_of = torch.repeat_interleave(torch.arange(len(counts)), counts)[index]
         rows = torch.cat([rows for _, rows in self.rows])[index]
         parts, lengths = torch.unique_consecutive(part_of, return_counts=True)
-        runs = zip(parts.tolist(), rows.split(lengths.tolist()), strict=True)
+        runs = zip(parts.tolist(), torch.split(rows, lengths.tolist()), strict=True)
         factors = None if self.row_factors is None else self.row_factors[index]
         return replace(self, rows=tuple((self.rows[part][0], run) for part, run in runs), row_factors=factors)
 

@@ -85,21 +85,21 @@ def _have_same_rows(weight: Origin, bias: Origin) -> bool:
 
 def _runs(rows: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[RowRun, ...], torch.Tensor | None]:
     """Lists runs of rows, and the order of rows in them; None if it is theirs."""
-    runs = []
-    for tensor, of_tensor in rows:
-        cuts = np.flatnonzero(np.diff(of_tensor.numpy()) != 1) + 1
-        for run in np.split(of_tensor.numpy(), cuts):
-            runs.append(RowRun(tensor.removesuffix(".weight"), int(run[0]), len(run)))
+    of_modules = [(tensor.removesuffix(".weight"), of_tensor) for tensor, of_tensor in rows]
+    runs = [
+        RowRun(module, int(found[0]), len(found))
+        for module, of_module in of_modules
+        for found in np.split(of_module.numpy(), np.flatnonzero(np.diff(of_module.numpy()) != 1) + 1)
+    ]
     if len(runs) <= MAX_RUNS:
         return tuple(runs), None
-    bounds: dict[str, tuple[int, int]] = {}
-    for run in runs:
-        first, end = bounds.get(run.module, (run.first, 0))
-        bounds[run.module] = min(first, run.first), max(end, run.first + run.count)
-    whole = [RowRun(module, first, end - first) for module, (first, end) in bounds.items()]
-    starts, position = {}, 0
-    for run in whole:
-        starts[run.module] = position - run.first
-        position += run.count
-    order = torch.cat([of_tensor.long() + starts[tensor.removesuffix(".weight")] for tensor, of_tensor in rows])
-    return tuple(whole), order
+    whole: list[RowRun] = []
+    shifts: dict[str, int] = {}  # module → position of its row 0 among the rows of `whole`
+    position = 0
+    for module in dict.fromkeys(run.module for run in runs):
+        first = min(run.first for run in runs if run.module == module)
+        end = max(run.first + run.count for run in runs if run.module == module)
+        whole.append(RowRun(module, first, end - first))
+        shifts[module] = position - first
+        position += end - first
+    return tuple(whole), torch.cat([of_module + shifts[module] for module, of_module in of_modules])
