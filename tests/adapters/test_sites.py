@@ -1,6 +1,7 @@
 """The sites of adapters: every weight before quantization is what its site makes of the checkpoint's tensors."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,11 +13,13 @@ import torch
 
 from enginewright.adapter_sites import ADAPTER_SITES, AdapterSites, Site
 from enginewright.builder.assembly import Assembly, BuildConfig, assemble
+from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.progress import Silent
 from enginewright.passes.graph import head_of
 from enginewright.passes.quant import QuantConfig, quant_config
 from enginewright.passes.quant.method import Calibration, stored
 from enginewright.passes.weights import open_rows, shape_of
+from tests.helpers import tiny_gguf
 from tests.helpers.adapter_sites import mapped, mapped_bias
 from tests.helpers.graphs import random_tokens
 from tests.helpers.quantized import GPTQ, gptq, tiny_quantized
@@ -25,7 +28,11 @@ from tests.helpers.tiny import MemoryCheckpoint
 Array = npt.NDArray[np.float32]
 ROUNDING = 2**-8  # that of bfloat16, which restored weights have, and those in act-order only where they are restored
 BIASES = {"attention_bias": True, "mlp_bias": True}
-TABLES = ("lm_head", "embed_tokens", "wte", "wpe")
+# Last names of matrices that have no site: heads, tables, routers, biases of experts, and projections of each head.
+WITHOUT = {
+    *("lm_head", "embed_tokens", "embed_tokens_per_layer", "embeddings", "wte", "wpe"),
+    *("gate", "router", "gate_up_proj_bias", "down_proj_bias", "e_score_correction_bias", "kv_b_proj"),
+}
 GRANITE = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.02}
 
 
@@ -94,10 +101,9 @@ def test_sites_make_weights_of_the_checkpoints_tensors(
     sites = check_sites(checkpoint, assembly, checkpoint.stored)
     head = head_of(assembly.dense)
     assert head is not None and all(site.weight != head.weight.name for site in sites)
-    if family != "qwen3_next":  # whose experts and routers have none
-        matrices = {name.removesuffix(".weight") for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
-        layers = {run.module for site in sites for run in site.runs}
-        assert layers == {name for name in matrices if not name.endswith(TABLES)}
+    matrices = {name.removesuffix(".weight") for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
+    layers = {run.module for site in sites for run in site.runs}
+    assert layers == {name for name in matrices if name.rpartition(".")[2] not in WITHOUT}
     if quant in ("int8-sq", "int4-awq"):
         assert any(site.column_factors for site in sites) and any(site.row_factors for site in sites)
 
@@ -111,3 +117,13 @@ def test_sites_of_a_checkpoint_in_act_order(order: str) -> None:
     ordered = [site.weight for site in sites if site.column_order]  # each o_proj and down_proj reads its input alone
     assert len(ordered) == len(sites) if order == "shared" else not any("qkv" in name for name in ordered)
     assert any(site.row_order for site in sites)
+
+
+def test_sites_of_a_gguf_file(tmp_path: Path) -> None:
+    """They have transformers' names of layers, and its order of rows, whatever that of the file."""
+    model = tiny_gguf.tiny_model("llama")
+    path = tiny_gguf.write_model(tmp_path / "x.gguf", "llama", model).finish()
+    config = BuildConfig(gate=None)
+    assembly = assemble(open_checkpoint(str(path)), config, Silent())
+    checkpoint = MemoryCheckpoint.of(model, model.config.to_dict())
+    assert len(check_sites(checkpoint, assembly, checkpoint.stored, ROUNDING)) >= 4
