@@ -45,9 +45,12 @@ class StepJob final : public Job {
       : kernels_(kernels), sizes_(sizes) {}
 
   void run(Worker& worker) override {
-    for (size_t i = 0; i < kernels_.size(); ++i) {
-      if (i != 0) worker.sync();
-      kernels_[i]->run(sizes_, worker);
+    bool is_first = true;
+    for (const std::unique_ptr<Kernel>& kernel : kernels_) {
+      if (kernel->is_idle()) continue;
+      if (!is_first) worker.sync();
+      is_first = false;
+      kernel->run(sizes_, worker);
     }
   }
 
@@ -68,8 +71,10 @@ class ProfileJob final : public Job {
     worker.sync();  // every thread is awake
     Clock::time_point start = Clock::now();
     for (size_t i = 0; i < kernels_.size(); ++i) {
-      kernels_[i]->run(sizes_, worker);
-      worker.sync();
+      if (!kernels_[i]->is_idle()) {
+        kernels_[i]->run(sizes_, worker);
+        worker.sync();
+      }
       if (worker.index != 0) continue;
       const Clock::time_point end = Clock::now();
       profile_[i].nanoseconds = std::chrono::nanoseconds(end - start).count();
@@ -201,6 +206,15 @@ Operand Executor::bind(const std::string& label, const CachePlane& plane) const 
   operand.dtype = plane.dtype;
   operand.plane = plane;
   operand.kind = Operand::Kind::cache;
+  operand.label = label;
+  return operand;
+}
+
+Operand Executor::bind(const std::string& label, const AdaptersSpec& spec) const {
+  Operand operand;
+  operand.adapters = spec.adapters;
+  operand.site = spec.site;
+  operand.kind = Operand::Kind::adapters;
   operand.label = label;
   return operand;
 }

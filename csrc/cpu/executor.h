@@ -43,6 +43,12 @@ struct WeightSpec {
   int64_t matrices = 1;  // of so many rows and columns, one after the other
 };
 
+// A linear layer of adapters, which are alive as long as the executor.
+struct AdaptersSpec {
+  Adapters* adapters;
+  int64_t site;
+};
+
 // One kernel in one step. nanoseconds: from the barrier before it to the one after it.
 struct KernelProfile {
   int64_t nanoseconds;
@@ -59,6 +65,7 @@ class Executor {
   Operand bind(const std::string& label, const WeightSpec& spec) const;
   Operand bind(const std::string& label, const CachePlane& plane) const;
   Operand bind(const std::string& label, const StateTensor& state) const;
+  Operand bind(const std::string& label, const AdaptersSpec& spec) const;
   Operand bind_step(const std::string& name) const;
 
   bool has_kernel(const std::string& name) const { return table_.count(name) != 0; }

@@ -25,25 +25,31 @@ class Finish {
         wide_(gemm.outputs >= kWide && !bf16_ && gemm.out.stride % 16 == 0 &&
               reinterpret_cast<uintptr_t>(out_) % 64 == 0),
         swish_(gemm.epilogue == Epilogue::swiglu),
-        clamped_(gemm.epilogue == Epilogue::swiglu_clamped) {}
+        clamped_(gemm.epilogue == Epilogue::swiglu_clamped),
+        adapters_(gemm.adapters != nullptr && gemm.adapters->is_active() ? gemm.adapters : nullptr),
+        slots_(adapters_ == nullptr ? nullptr : adapters_->rows(gemm.has_logit_rows).slots()),
+        site_(gemm.site),
+        delta_(gemm.delta),
+        delta_stride_(gemm.delta_stride) {}
 
   // 16 columns of out in one row, from the accumulators of block `unit`.
   ENGINEWRIGHT_INLINE void plain(int64_t row, int64_t unit, F acc) const {
     const int64_t n = columns_of(unit);
-    store(row, unit, n, affine(acc, constants(unit * 16, n)));
+    store(row, unit, n, affine(acc, constants(unit * 16, n), row, unit * 16, n));
   }
 
   // The same from those of a pair of blocks: act(gate) * up.
   ENGINEWRIGHT_INLINE void gated(int64_t row, int64_t unit, F gate, F up) const {
     const int64_t n = columns_of(unit);
-    const F g = affine(gate, constants(unit * 16, n)), u = affine(up, constants(outputs_ + unit * 16, n));
+    const F g = affine(gate, constants(unit * 16, n), row, unit * 16, n),
+            u = affine(up, constants(outputs_ + unit * 16, n), row, outputs_ + unit * 16, n);
     store(row, unit, n, gate_times_up(g, u));
   }
 
   // Whether out has the accumulators of blocks up to this one as they are.
   bool is_copy(int64_t last_unit) const {
     return !bf16_ && !gated_ && x_scale_ == nullptr && scale_ == nullptr && bias_ == nullptr &&
-           last_unit * 16 + 16 <= outputs_;
+           adapters_ == nullptr && last_unit * 16 + 16 <= outputs_;
   }
 
   // `rows` rows of the columns that blocks [block, block + count) of weight make. acc: (count, rows, 16) of
@@ -80,14 +86,16 @@ class Finish {
   void plain_rows(int64_t row, int64_t rows, int64_t unit, const Acc* acc) const {
     const int64_t n = columns_of(unit);
     const Constants c = constants(unit * 16, n);
-    for (int64_t m = row; m < row + rows; ++m, acc += 16) store(m, unit, n, affine(sums(acc, m), c));
+    for (int64_t m = row; m < row + rows; ++m, acc += 16) {
+      store(m, unit, n, affine(sums(acc, m), c, m, unit * 16, n));
+    }
   }
   template <class Acc>
   void stream_rows(int64_t row, int64_t rows, int64_t unit, const Acc* acc) const {
     const Constants c = constants(unit * 16, 16);
     float* out = reinterpret_cast<float*>(out_) + row * stride_ + unit * 16;
     for (int64_t m = row; m < row + rows; ++m, acc += 16, out += stride_) {
-      S::stream(out, affine(sums(acc, m), c));
+      S::stream(out, affine(sums(acc, m), c, m, unit * 16, 16));
     }
   }
   template <class Acc>
@@ -96,7 +104,8 @@ class Finish {
     const Constants gate_constants = constants(unit * 16, n),
                     up_constants = constants(outputs_ + unit * 16, n);
     for (int64_t m = row; m < row + rows; ++m, gate += 16, up += 16) {
-      const F g = affine(sums(gate, m), gate_constants), u = affine(sums(up, m), up_constants);
+      const F g = affine(sums(gate, m), gate_constants, m, unit * 16, n),
+              u = affine(sums(up, m), up_constants, m, outputs_ + unit * 16, n);
       store(m, unit, n, gate_times_up(g, u));
     }
   }
@@ -113,14 +122,29 @@ class Finish {
 
   ENGINEWRIGHT_INLINE Constants constants(int64_t first, int64_t n) const {
     Constants c{S::zero(), S::zero()};
-    if (scale_ != nullptr) c.scale = n == 16 ? S::load(scale_ + first) : S::load_first(scale_ + first, n);
-    if (bias_ != nullptr) c.bias = n == 16 ? S::load(bias_ + first) : S::load_first(bias_ + first, n);
+    if (scale_ != nullptr) c.scale = load(scale_ + first, n);
+    if (bias_ != nullptr) c.bias = load(bias_ + first, n);
     return c;
   }
+  static ENGINEWRIGHT_INLINE F load(const float* from, int64_t n) {
+    return n == 16 ? S::load(from) : S::load_first(from, n);
+  }
 
-  ENGINEWRIGHT_INLINE F affine(F acc, const Constants& c) const {
+  // first: row of the weight that the first of n columns belongs to.
+  ENGINEWRIGHT_INLINE F affine(F acc, const Constants& c, int64_t row, int64_t first, int64_t n) const {
     if (scale_ != nullptr) acc = S::mul(acc, c.scale);
+    if (adapters_ != nullptr) return adapted(acc, c, row, first, n);
     return bias_ != nullptr ? S::add(acc, c.bias) : acc;
+  }
+  // Out of line, so that steps without adapters run the code that they always have.
+  __attribute__((noinline)) F adapted(F acc, const Constants& c, int64_t row, int64_t first,
+                                      int64_t n) const {
+    const int32_t slot = slots_[row];
+    const SiteAdapter* change = slot < 0 ? nullptr : &adapters_->at(site_, slot);
+    if (change != nullptr && change->gain != nullptr) acc = S::mul(acc, load(change->gain + first, n));
+    if (bias_ != nullptr) acc = S::add(acc, c.bias);
+    if (change == nullptr || !change->changes()) return acc;
+    return S::add(acc, load(delta_ + row * delta_stride_ + first, n));
   }
 
   ENGINEWRIGHT_INLINE F gate_times_up(F gate, F up) const {
@@ -164,6 +188,11 @@ class Finish {
   const int64_t x_scale_stride_;
   const float *const scale_, *const bias_;  // null: none
   const bool bf16_, gated_, wide_, swish_, clamped_;
+  const Adapters* const adapters_;  // null: no row of this step has one
+  const int32_t* const slots_;      // of rows
+  const int64_t site_;
+  const float* const delta_;
+  const int64_t delta_stride_;
 };
 
 }  // namespace

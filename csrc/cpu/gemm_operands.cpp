@@ -63,15 +63,18 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
   if (x_dtype == DType::i8) {
     bind_integers(operands, attributes);
   } else if (weight_dtype == DType::e4m3) {
-    require_known(operands, attributes, {"x", "weight", "scale", "bias", "starts", "out"},
+    require_known(operands, attributes,
+                  {"x", "weight", "scale", "bias", "starts", "adapters", "delta", "out"},
                   {"epilogue", "group"});
     if (bind_groups(attributes, kLongestBf16Group) != 0) {
       run_scale = of_groups(operands, "scale", DType::f32).as<const float>();
     }
   } else if (weight_dtype != DType::bf16) {
-    require_known(operands, attributes, {"x", "weight", "scale", "bias", "starts", "out"}, {"epilogue"});
+    require_known(operands, attributes,
+                  {"x", "weight", "scale", "bias", "starts", "adapters", "delta", "out"}, {"epilogue"});
   } else {
-    require_known(operands, attributes, {"x", "weight", "bias", "starts", "out"}, {"epilogue"});
+    require_known(operands, attributes, {"x", "weight", "bias", "starts", "adapters", "delta", "out"},
+                  {"epilogue"});
   }
   const auto vector = [&](const char* name) {
     weight_bytes_ += experts * weight.max_rows * 4;
@@ -81,14 +84,31 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
     scale = vector("scale");
   }
   if (operands.count("bias") != 0) bias = vector("bias");
+  if (operands.count("adapters") != 0) bind_adapters(operands);
+}
+
+void GemmOperands::bind_adapters(const Operands& operands) {
+  require(starts == nullptr, "products of experts have no adapters");
+  adapters = adapters_of(operands, "adapters");
+  site = operand(operands, "adapters").site;
+  require(adapters->site(site).rows == weight.max_rows && adapters->site(site).columns == weight.columns,
+          "'adapters' are for a weight of another size");
+  has_logit_rows = rows.factors[kLogitRows] != 0;
+  const Operand& added = matrix(operands, "delta", DType::f32);
+  require_same_rows(operand(operands, "x"), added);
+  require_columns(added, weight.max_rows);
+  delta = added.as<const float>();
+  delta_stride = added.stride;
 }
 
 void GemmOperands::bind_integers(const Operands& operands, const Attributes& attributes) {
   if (weight.dtype == DType::u4) {
-    require_known(operands, attributes, {"x", "x_scale", "weight", "scale", "zero", "bias", "starts", "out"},
+    require_known(operands, attributes,
+                  {"x", "x_scale", "weight", "scale", "zero", "bias", "starts", "adapters", "delta", "out"},
                   {"epilogue", "group"});
   } else {
-    require_known(operands, attributes, {"x", "x_scale", "weight", "scale", "bias", "starts", "out"},
+    require_known(operands, attributes,
+                  {"x", "x_scale", "weight", "scale", "bias", "starts", "adapters", "delta", "out"},
                   {"epilogue", "group"});
   }
   bind_groups(attributes, kLongestGroup);

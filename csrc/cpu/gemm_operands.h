@@ -21,10 +21,14 @@
 // With a gated epilogue ("swiglu", "geglu", "swiglu_clamped") weight is r16_pairs [2F, K], gate rows and up
 // rows, scale, zero and bias have 2F, and out [M, F] = act(gate) * up.
 //
+// With adapters and delta: f32 [M, N], rows that have an adapter get what adapters.h says, before the
+// epilogue.
+//
 // With starts: i32 [1, E + 1] the weight is E matrices, and scales, zeros and biases are E times as many, one
 // after the other; rows [starts[e], starts[e + 1]) of x meet the e-th (experts.h).
 #pragma once
 
+#include "adapters.h"
 #include "kernel.h"
 
 namespace enginewright {
@@ -68,12 +72,17 @@ struct GemmOperands {
   const float* run_scale = nullptr;       // f32, the same where x is bf16
   const int8_t* group_zero = nullptr;     // the same; null: that of the codes
   const float* bias = nullptr;            // null: 0
-  int64_t k_pad = 0;                      // columns of x and weight that are read
-  int64_t group = 0, groups = 1;          // runs of K
-  int64_t outputs = 0;                    // columns of out
-  int64_t unit_blocks = 1;                // 16-row blocks of weight that make 16 columns of out: 2 if gated
-  int64_t units = 0;                      // those of out, the last one perhaps partly outside
-  int64_t block_bytes = 0;                // of weight
+  const Adapters* adapters = nullptr;     // null: none
+  int64_t site = 0;                       // of the adapters
+  bool has_logit_rows = false;            // rows are those of logits
+  const float* delta = nullptr;           // of rows with an adapter
+  int64_t delta_stride = 0;
+  int64_t k_pad = 0;              // columns of x and weight that are read
+  int64_t group = 0, groups = 1;  // runs of K
+  int64_t outputs = 0;            // columns of out
+  int64_t unit_blocks = 1;        // 16-row blocks of weight that make 16 columns of out: 2 if gated
+  int64_t units = 0;              // those of out, the last one perhaps partly outside
+  int64_t block_bytes = 0;        // of weight
 
   bool gated() const { return unit_blocks == 2; }
   // Of one expert, whose rows begin with `row`.
@@ -83,6 +92,7 @@ struct GemmOperands {
   const std::byte* block(int64_t index) const { return weight.data + index * block_bytes; }
 
  private:
+  void bind_adapters(const Operands& operands);
   void bind_integers(const Operands& operands, const Attributes& attributes);
   int64_t bind_groups(const Attributes& attributes, int64_t longest);  // returns the attribute
   const Operand& of_groups(const Operands& operands, const std::string& name, DType dtype);

@@ -17,6 +17,7 @@
 #include <variant>
 #include <vector>
 
+#include "adapters.h"
 #include "dispatch.h"
 #include "gemm_operands.h"
 #include "operands.h"

@@ -27,6 +27,8 @@
 
 namespace enginewright {
 
+class Adapters;
+
 // The sizes that every step has, by their positions (enginewright/plan.py: COMMON_DIMS). A plan may have
 // others after them: a kernel finds these in the rows of its operands.
 constexpr size_t kTokens = 0, kSequences = 1, kLogitRows = 2, kMaxDims = 8;
@@ -110,13 +112,15 @@ struct Operand {
   int64_t columns = 0;
   int64_t stride = 0;
   int64_t pad = 0;
-  int64_t max_rows = 0;  // rows at the limits
-  int64_t bytes = 0;     // of a weight, as it is stored
-  int64_t matrices = 1;  // of a weight: so many of these rows and columns, one after the other
-  Linear width{};        // of a step input alone: its columns in a step
-  CachePlane plane{};    // of a cache operand alone
-  StateTensor state{};   // of a state operand alone
-  enum class Kind : uint8_t { weight, arena, step, cache, state } kind = Kind::arena;
+  int64_t max_rows = 0;          // rows at the limits
+  int64_t bytes = 0;             // of a weight, as it is stored
+  int64_t matrices = 1;          // of a weight: so many of these rows and columns, one after the other
+  Linear width{};                // of a step input alone: its columns in a step
+  CachePlane plane{};            // of a cache operand alone
+  StateTensor state{};           // of a state operand alone
+  Adapters* adapters = nullptr;  // of an adapters operand alone: those that are loaded,
+  int64_t site = 0;              // and the index of a linear layer among them
+  enum class Kind : uint8_t { weight, arena, step, cache, state, adapters } kind = Kind::arena;
   std::string label;  // for messages: the operand's name, or the step input's
 
   template <class T>
@@ -144,6 +148,7 @@ struct StepChecks {
   std::vector<Operand> query_starts;  // each is the input 'query_start', which is always checked
   std::vector<IndexCheck> indices;
   std::vector<BlockTableCheck> block_tables;
+  Adapters* adapters = nullptr;  // whose slots are checked, and rows grouped; null: none
 };
 
 // One thread's view of a step.
@@ -173,6 +178,7 @@ class Kernel {
  public:
   virtual ~Kernel() = default;
   virtual void run(const Sizes& sizes, Worker& worker) const = 0;
+  virtual bool is_idle() const { return false; }       // true if run() would do nothing in this step
   virtual Work work(const Sizes& sizes) const = 0;     // of run(); step inputs have been staged
   virtual int64_t scratch_bytes() const { return 0; }  // what run() wants in Worker::scratch, a thread
   virtual void add_checks(StepChecks&) const {}

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "adapters.h"
 #include "cache_blocks.h"
 #include "dispatch.h"
 #include "executor.h"
@@ -56,7 +57,7 @@ struct StepSpec {
 };
 
 struct OperandSpec {
-  std::variant<WeightSpec, ArenaSpec, StepSpec, CachePlane, StateTensor> where;
+  std::variant<WeightSpec, ArenaSpec, StepSpec, CachePlane, StateTensor, AdaptersSpec> where;
   py::object owner;  // of the memory that `where` points to, if that is not the executor
 };
 
@@ -75,6 +76,68 @@ OperandSpec arena_spec(int64_t offset_bytes, const std::string& dtype, const Num
   return {ArenaSpec{offset_bytes, dtype_of(dtype), linear_of(rows), columns, stride, column_offset, pad},
           py::none()};
 }
+
+// Adapters, and the Python objects whose memory they use.
+class PyAdapters {
+ public:
+  using Piece = std::tuple<int64_t, int64_t, int64_t, int64_t, py::buffer>;
+  using Change = std::tuple<int64_t, int64_t, py::buffer, std::vector<Piece>, std::optional<py::buffer>,
+                            std::optional<py::buffer>>;
+
+  PyAdapters(const std::vector<std::pair<int64_t, int64_t>>& sites, int64_t num_slots, int64_t max_rank,
+             int64_t max_tokens, int64_t max_logit_rows)
+      : adapters_(sites_of(sites), num_slots, max_rank, max_tokens, max_logit_rows) {}
+
+  void load(int64_t slot, const std::vector<Change>& changes) {
+    std::vector<SiteAdapter> all(static_cast<size_t>(adapters_.num_sites()));
+    std::vector<py::buffer_info> owners;
+    for (const auto& [index, rank, a, pieces, bias, gain] : changes) {
+      const AdapterSite& site = adapters_.site(index);
+      SiteAdapter& change = all[static_cast<size_t>(index)];
+      require(0 <= rank && rank % 16 == 0, "the rank of an adapter must be a multiple of 16");
+      change.rank = rank;
+      change.a = numbers<uint16_t>(a, checked_mul(rank, site.columns), owners);
+      for (const auto& [begin, count, piece_rank, first_rank, b] : pieces) {
+        require(count > 0 && piece_rank > 0, "a piece of an adapter is empty");
+        const uint16_t* factor = numbers<uint16_t>(b, checked_mul(round_up(count, 16), piece_rank), owners);
+        change.pieces.push_back({begin, count, piece_rank, first_rank, factor});
+      }
+      if (bias) change.bias = numbers<float>(*bias, site.rows, owners);
+      if (gain) change.gain = numbers<float>(*gain, site.rows, owners);
+    }
+    adapters_.load(slot, std::move(all));
+    owners_[slot] = std::move(owners);
+  }
+
+  void unload(int64_t slot) {
+    adapters_.unload(slot);
+    owners_.erase(slot);
+  }
+
+  Adapters& adapters() { return adapters_; }
+
+ private:
+  static std::vector<AdapterSite> sites_of(const std::vector<std::pair<int64_t, int64_t>>& sizes) {
+    std::vector<AdapterSite> sites;
+    for (const auto& [rows, columns] : sizes) sites.push_back({rows, columns});
+    return sites;
+  }
+
+  template <class T>
+  static const T* numbers(const py::buffer& buffer, int64_t count, std::vector<py::buffer_info>& owners) {
+    owners.push_back(buffer.request());
+    const py::buffer_info& info = owners.back();
+    require(PyBuffer_IsContiguous(info.view(), 'C') != 0, "an adapter's buffer must be contiguous");
+    require(info.view()->len == checked_mul(count, int64_t{sizeof(T)}),
+            "an adapter's buffer has " + std::to_string(info.view()->len) + " bytes, but its shape takes " +
+                std::to_string(count * int64_t{sizeof(T)}));
+    require(reinterpret_cast<uintptr_t>(info.ptr) % sizeof(T) == 0, "an adapter's buffer is not aligned");
+    return static_cast<const T*>(info.ptr);
+  }
+
+  Adapters adapters_;
+  std::map<int64_t, std::vector<py::buffer_info>> owners_;  // of each slot
+};
 
 // View of memory that `owner` keeps alive.
 template <class T>
@@ -192,6 +255,9 @@ class PyExecutor {
     if (const auto* weight = std::get_if<WeightSpec>(&spec.where)) return executor_.bind(label, *weight);
     if (const auto* arena = std::get_if<ArenaSpec>(&spec.where)) return executor_.bind(label, *arena);
     if (const auto* step = std::get_if<StepSpec>(&spec.where)) return executor_.bind_step(step->name);
+    if (const auto* adapters = std::get_if<AdaptersSpec>(&spec.where)) {
+      return executor_.bind(label, *adapters);
+    }
     if (const auto* state = std::get_if<StateTensor>(&spec.where)) return executor_.bind(label, *state);
     return executor_.bind(label, std::get<CachePlane>(spec.where));
   }
@@ -285,7 +351,19 @@ void bind_executor(py::module_& module) {
           [](const py::object& slots, int64_t layer, const std::string& tensor) {
             return OperandSpec{slots.cast<StateSlots&>().tensor(layer, tensor), slots};
           },
-          py::arg("slots"), py::arg("layer"), py::arg("tensor"));
+          py::arg("slots"), py::arg("layer"), py::arg("tensor"))
+      .def_static(
+          "adapters",
+          [](const py::object& adapters, int64_t site) {
+            return OperandSpec{AdaptersSpec{&adapters.cast<PyAdapters&>().adapters(), site}, adapters};
+          },
+          py::arg("adapters"), py::arg("site"));
+  py::class_<PyAdapters>(module, "Adapters")
+      .def(py::init<const std::vector<std::pair<int64_t, int64_t>>&, int64_t, int64_t, int64_t, int64_t>(),
+           py::arg("sites"), py::arg("num_slots"), py::arg("max_rank"), py::arg("max_tokens"),
+           py::arg("max_logit_rows"))
+      .def("load", &PyAdapters::load, py::arg("slot"), py::arg("changes"))
+      .def("unload", &PyAdapters::unload, py::arg("slot"));
   py::class_<PyExecutor>(module, "Executor")
       .def(py::init<const std::string&, int, const Numbers&,
                     const std::vector<std::tuple<std::string, Numbers, Numbers>>&, int64_t>(),

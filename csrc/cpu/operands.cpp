@@ -50,6 +50,12 @@ const Operand& step_input(const Operands& operands, const std::string& name) {
   return m;
 }
 
+Adapters* adapters_of(const Operands& operands, const std::string& name) {
+  const Operand& found = operand(operands, name);
+  require(found.kind == Operand::Kind::adapters, "'" + name + "' must be adapters");
+  return found.adapters;
+}
+
 const CachePlane& cache_plane(const Operands& operands, const std::string& name) {
   const Operand& m = operand(operands, name);
   require(m.kind == Operand::Kind::cache, "'" + name + "' must be a plane of a cache");

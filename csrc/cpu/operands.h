@@ -26,6 +26,8 @@ const Operand& step_input(const Operands& operands, const std::string& name);
 const CachePlane& cache_plane(const Operands& operands, const std::string& name);
 // A tensor of a recurrent state, of so many f32 a sequence.
 const StateTensor& state_tensor(const Operands& operands, const std::string& name, int64_t elements);
+// Adapters, and a linear layer of theirs.
+Adapters* adapters_of(const Operands& operands, const std::string& name);
 // Planes of `heads` heads of `dim` numbers, that differ in nothing but their data.
 void require_planes(const CachePlane& keys, const CachePlane& values, int64_t heads, int64_t dim);
 void require_same_rows(const Operand& a, const Operand& b);

@@ -2,14 +2,16 @@
 
 #include <algorithm>
 
+#include "adapters.h"
 #include "operands.h"
 
 namespace enginewright {
 
 namespace {
 
-constexpr Linear kTokenRows{0, {1}}, kSequenceRows{0, {0, 1}}, kSequenceEnds{1, {0, 1}};
-static_assert(kTokens == 0 && kSequences == 1);
+constexpr Linear kTokenRows{0, {1}}, kSequenceRows{0, {0, 1}}, kSequenceEnds{1, {0, 1}},
+    kLogits{0, {0, 0, 1}};
+static_assert(kTokens == 0 && kSequences == 1 && kLogitRows == 2);
 
 const int32_t* find(const Operands& inputs, const std::string& name, const Linear& rows) {
   const auto found = inputs.find(name);
@@ -29,7 +31,9 @@ std::string text(int64_t value) { return std::to_string(value); }
 InputChecks::InputChecks(const Operands& inputs)
     : query_start_(find(inputs, "query_start", kSequenceEnds)),
       kv_len_(find(inputs, "kv_len", kSequenceRows)),
-      positions_(find(inputs, "positions", kTokenRows)) {}
+      positions_(find(inputs, "positions", kTokenRows)),
+      adapter_slots_(find(inputs, "adapter_slots", kTokenRows)),
+      logit_rows_(find(inputs, "logit_rows", kLogits)) {}
 
 void InputChecks::add(const Kernel& kernel) {
   StepChecks wanted;
@@ -46,6 +50,13 @@ void InputChecks::add(const Kernel& kernel) {
     };
     const auto& known = checks_.indices;
     if (std::none_of(known.begin(), known.end(), same)) checks_.indices.push_back(check);
+  }
+  if (wanted.adapters != nullptr) {
+    require(adapter_slots_ != nullptr && logit_rows_ != nullptr,
+            "adapters need the inputs 'adapter_slots' and 'logit_rows'");
+    require(checks_.adapters == nullptr || checks_.adapters == wanted.adapters,
+            "there are two sets of adapters");
+    checks_.adapters = wanted.adapters;
   }
   for (const BlockTableCheck& check : wanted.block_tables) {
     require(query_start_ != nullptr && check.query_start.as<int32_t>() == query_start_ &&
@@ -67,6 +78,12 @@ void InputChecks::check(const Sizes& sizes) const {
   check_sequences(sizes);
   for (const IndexCheck& check : checks_.indices) check_index(check, sizes);
   for (const BlockTableCheck& check : checks_.block_tables) check_block_table(check, sizes);
+  if (checks_.adapters == nullptr) return;
+  for (int64_t i = 0; i < sizes[kLogitRows]; ++i) {
+    if (logit_rows_[i] < 0 || logit_rows_[i] >= sizes[kTokens])
+      refuse("logit_rows has a token that is not there");
+  }
+  checks_.adapters->begin_step(adapter_slots_, sizes[kTokens], logit_rows_, sizes[kLogitRows]);
 }
 
 void InputChecks::check_sequences(const Sizes& sizes) const {

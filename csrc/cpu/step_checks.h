@@ -21,7 +21,7 @@ class InputChecks {
   explicit InputChecks(const Operands& inputs);
   // Adds a kernel's checks, each once. std::invalid_argument if an operand cannot mean what the check says.
   void add(const Kernel& kernel);
-  // std::invalid_argument with the first thing that does not hold.
+  // std::invalid_argument with the first thing that does not hold. Groups the rows of adapters.
   void check(const Sizes& sizes) const;
 
  private:
@@ -32,6 +32,8 @@ class InputChecks {
   const int32_t* query_start_ = nullptr;
   const int32_t* kv_len_ = nullptr;
   const int32_t* positions_ = nullptr;
+  const int32_t* adapter_slots_ = nullptr;
+  const int32_t* logit_rows_ = nullptr;
   StepChecks checks_;
 };
 

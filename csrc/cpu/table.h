@@ -1,6 +1,7 @@
 // Every kernel of the CPU target: one line each.
 #pragma once
 
+#include "adapter_delta.h"
 #include "attention.h"
 #include "attention_fma.h"
 #include "causal_conv.h"
@@ -55,6 +56,7 @@ template <class S>
 KernelTable make_table(KernelTable table) {
   table.insert({
       {"activation@1", make_kernel<Activation<S>>},
+      {"adapter_delta@1", make_kernel<AdapterDelta<S>>},
       {"add@1", make_kernel<Add<S>>},
       {"add_rms_norm@1", make_kernel<AddRmsNorm<S>>},
       {"cast@1", make_kernel<Cast<S>>},

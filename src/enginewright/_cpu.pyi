@@ -61,6 +61,23 @@ class StateSlots:
     def places(self) -> NDArray[np.uint8]:
         """View of all layers' bytes, [num_slots, bytes of a slot]."""
 
+_Piece = tuple[int, int, int, int, Any]  # begin, count, rank, first_rank, B
+_Change = tuple[int, int, Any, Sequence[_Piece], Any | None, Any | None]  # site, rank, A, pieces, bias, gain
+
+class Adapters:
+    """The adapters that an executor has loaded, in slots (csrc/cpu/adapters.h). ValueError where something does not
+    fit.
+    """
+
+    def __init__(
+        self, sites: Sequence[tuple[int, int]], num_slots: int, max_rank: int, max_tokens: int, max_logit_rows: int
+    ) -> None:
+        """sites: rows and columns of each linear layer's weight. max_rank: rows of A, a multiple of 16."""
+    def load(self, slot: int, changes: Sequence[_Change]) -> None:
+        """Loads an adapter between two steps. Buffers are kept alive: A and B as bits of bf16, bias and gain as f32."""
+
+    def unload(self, slot: int) -> None: ...
+
 class OperandSpec:
     """Where an operand of a kernel lies. Dtypes and layouts are those of docs/engine-file.md."""
 
@@ -84,6 +101,9 @@ class OperandSpec:
     @staticmethod
     def state(slots: StateSlots, layer: int, tensor: str) -> OperandSpec:
         """layer: index inside the group."""
+
+    @staticmethod
+    def adapters(adapters: Adapters, site: int) -> OperandSpec: ...
 
 class Executor:
     """A plan, bound to memory. ValueError for whatever does not fit; KeyError for an unknown kernel."""

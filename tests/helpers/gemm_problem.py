@@ -98,10 +98,15 @@ class Problem:
     def _call(self, isa: str, dtype: str, threads: int, x: torch.Tensor) -> tuple[KernelRunner, Buffer]:
         runner = KernelRunner(isa, threads, tokens=len(x))
         out = runner.buffer(len(x), self.outputs, dtype)
+        operands, attributes = self.call_of(runner, x)
+        runner.call(self.kernel, {**operands, "out": out}, attributes)
+        return runner, out
+
+    def call_of(self, runner: KernelRunner, x: torch.Tensor) -> tuple[Operands, dict[str, int | float | str]]:
+        """Operands of a call but `out`, and its attributes."""
         operands: Operands = {
             "x": runner.filled(x),
             "weight": weight(self.weight, "r16" if self.epilogue == "none" else "r16_pairs", self._packed),
-            "out": out,
         }
         operands |= {name: weight(vector) for name, vector in self.vectors.items()}
         layout = "r16_columns" if self.epilogue == "none" else "r16_columns_pairs"
@@ -111,19 +116,29 @@ class Problem:
             operands["x_scale"] = runner.filled(scales_of(x, self.group))
         if x.dtype == torch.int8 or self.weight.dtype == torch.float8_e4m3fn:
             attributes["group"] = self.group
-        runner.call(self.kernel, operands, attributes)
-        return runner, out
+        return operands, attributes
 
     def expected(self) -> torch.Tensor:
         """The right result, float64."""
-        x, matrix = self.x.double(), self.weight.double()
-        if self.x.dtype == torch.int8:
-            x = self._scaled(x, scales_of(self.x, self.group))
+        return self.finished(self.product())
+
+    def inputs(self) -> torch.Tensor:
+        """x in float64, with its scales."""
+        x = self.x.double()
+        return self._scaled(x, scales_of(self.x, self.group)) if self.x.dtype == torch.int8 else x
+
+    def product(self) -> torch.Tensor:
+        """The scaled product in float64, without the bias."""
+        x, matrix = self.inputs(), self.weight.double()
         if self.of_groups:
             matrix = self._scaled(self.numbers(), self.of_groups["scale"])
         y = x @ matrix.T
         if "scale" in self.vectors:
             y = y * self.vectors["scale"].double()
+        return y
+
+    def finished(self, y: torch.Tensor) -> torch.Tensor:
+        """Adds the bias to a product in float64, and applies the epilogue."""
         if "bias" in self.vectors:
             y = y + self.vectors["bias"].double()
         if self.epilogue == "none":

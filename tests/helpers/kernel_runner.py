@@ -124,9 +124,18 @@ class KernelRunner:
         attributes: Mapping[str, int | float | str] | None = None,
     ) -> None:
         """Adds the kernel and runs the step (all kernels added so far)."""
+        self.add(kernel, operands, attributes)
+        self.run()
+
+    def add(
+        self,
+        kernel: str,
+        operands: Mapping[str, Buffer | _cpu.OperandSpec],
+        attributes: Mapping[str, int | float | str] | None = None,
+    ) -> None:
+        """Adds the kernel."""
         specs = {name: entry.spec() if isinstance(entry, Buffer) else entry for name, entry in operands.items()}
         self.executor.add_kernel(kernel, specs, dict(attributes or {}))
-        self.run()
 
     def run(self) -> None:
         self.executor.run(self.arrays, self.sizes)

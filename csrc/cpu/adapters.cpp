@@ -1,0 +1,120 @@
+#include "adapters.h"
+
+#include <utility>
+
+#include "operands.h"
+
+namespace enginewright {
+
+namespace {
+
+constexpr int64_t kMaxSlots = 1 << 16;
+
+// Pieces with what is between them, without ranks, so that they are all rows. Checked.
+std::vector<AdapterPiece> without_gaps(const SiteAdapter& change, const AdapterSite& site) {
+  std::vector<AdapterPiece> all;
+  int64_t row = 0;
+  for (const AdapterPiece& piece : change.pieces) {
+    require(piece.begin >= row && 0 < piece.count && piece.count <= site.rows - piece.begin,
+            "the pieces of an adapter overlap, or leave their layer");
+    require(0 < piece.rank && 0 <= piece.first_rank && piece.rank <= change.rank - piece.first_rank,
+            "a piece of an adapter has no such ranks");
+    if (piece.begin > row) all.push_back({row, piece.begin - row, 0, 0, nullptr});
+    all.push_back(piece);
+    row = piece.begin + piece.count;
+  }
+  if (row < site.rows) all.push_back({row, site.rows - row, 0, 0, nullptr});
+  return all;
+}
+
+}  // namespace
+
+AdapterRows::AdapterRows(int64_t max_rows, int64_t num_slots)
+    : slots_(static_cast<size_t>(max_rows)),
+      order_(static_cast<size_t>(max_rows)),
+      next_(static_cast<size_t>(num_slots)) {
+  groups_.reserve(static_cast<size_t>(num_slots));
+}
+
+void AdapterRows::arrange(int64_t count) {
+  int64_t begin = 0;
+  for (size_t slot = 0; slot < next_.size(); ++slot) {
+    const int64_t rows = next_[slot];
+    if (rows > 0) groups_.push_back({static_cast<int32_t>(slot), order_.data() + begin, rows});
+    next_[slot] = begin;
+    begin += rows;
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    const int32_t slot = slots_[static_cast<size_t>(row)];
+    if (slot < 0) continue;
+    order_[static_cast<size_t>(next_[static_cast<size_t>(slot)]++)] = static_cast<int32_t>(row);
+  }
+}
+
+Adapters::Adapters(std::vector<AdapterSite> sites, int64_t num_slots, int64_t max_rank, int64_t max_tokens,
+                   int64_t max_logit_rows)
+    : sites_(std::move(sites)),
+      max_rank_(max_rank),
+      loaded_((require(0 < num_slots && num_slots <= kMaxSlots, "there must be 1 to 65536 slots"),
+               static_cast<size_t>(num_slots))),
+      of_tokens_(
+          (require(0 < max_tokens && max_tokens < int64_t{1} << 31, "the number of tokens is out of range"),
+           max_tokens),
+          num_slots),
+      of_logit_rows_((require(0 < max_logit_rows && max_logit_rows < int64_t{1} << 31,
+                              "the number of rows of logits is out of range"),
+                      max_logit_rows),
+                     num_slots) {
+  require(0 < max_rank && max_rank <= 1 << 20 && max_rank % 16 == 0, "the rank must be a multiple of 16");
+  for (const AdapterSite& site : sites_) {
+    require(
+        0 < site.rows && site.rows < int64_t{1} << 31 && 0 < site.columns && site.columns < int64_t{1} << 31,
+        "a site has no size");
+  }
+}
+
+const AdapterSite& Adapters::site(int64_t index) const {
+  require(0 <= index && index < num_sites(), "there is no site " + std::to_string(index));
+  return sites_[static_cast<size_t>(index)];
+}
+
+void Adapters::check_slot(int64_t slot) const {
+  require(0 <= slot && slot < static_cast<int64_t>(loaded_.size()),
+          "there is no slot " + std::to_string(slot));
+}
+
+void Adapters::load(int64_t slot, std::vector<SiteAdapter> changes) {
+  check_slot(slot);
+  require(changes.size() == sites_.size(), "an adapter has another number of sites");
+  for (size_t i = 0; i < changes.size(); ++i) {
+    SiteAdapter& change = changes[i];
+    require(0 <= change.rank && change.rank <= max_rank_ && change.rank % 16 == 0,
+            "an adapter has rank " + std::to_string(change.rank) + ", and at most " +
+                std::to_string(max_rank_) + " is possible");
+    const bool changes_site = !change.pieces.empty() || change.bias != nullptr || change.gain != nullptr;
+    if (changes_site) change.pieces = without_gaps(change, sites_[i]);
+  }
+  loaded_[static_cast<size_t>(slot)] = std::move(changes);
+}
+
+void Adapters::unload(int64_t slot) {
+  check_slot(slot);
+  loaded_[static_cast<size_t>(slot)].clear();
+}
+
+void Adapters::begin_step(const int32_t* slots, int64_t tokens, const int32_t* logit_rows,
+                          int64_t num_logit_rows) {
+  const int64_t num_slots = static_cast<int64_t>(loaded_.size());
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int32_t slot = slots[token];
+    if (slot == -1) continue;
+    if (slot < 0 || slot >= num_slots || loaded_[static_cast<size_t>(slot)].empty()) {
+      throw std::invalid_argument("token " + std::to_string(token) + " has the adapter of slot " +
+                                  std::to_string(slot) + ", where none is loaded");
+    }
+  }
+  of_tokens_.group(tokens, [&](int64_t token) { return slots[token]; });
+  of_logit_rows_.group(num_logit_rows, [&](int64_t row) { return slots[logit_rows[row]]; });
+}
+
+}  // namespace enginewright

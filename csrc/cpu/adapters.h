@@ -1,0 +1,112 @@
+// The adapters (LoRA, https://arxiv.org/abs/2106.09685) that an executor has loaded, and which rows of a step
+// have which one.
+//
+// A site is a linear layer of the plan, whose weight has `rows` rows and `columns` columns. A slot holds one
+// adapter. What a row of the step with this adapter gets, before the epilogue of the site's GEMM, is
+//
+//   product * gain + bias of the layer + bias of the adapter + sum over pieces of B (A x)
+//
+// Factors are written by the caller between steps; a slot that no row of a step has may be written at any
+// time.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernel.h"
+
+namespace enginewright {
+
+// Rows [begin, begin + count) of a site's weight, to which B adds. B reads rows [first_rank, first_rank +
+// rank) of A x.
+struct AdapterPiece {
+  int64_t begin, count, rank, first_rank;
+  const uint16_t* b;  // bf16 r16_columns [count, rank]; null if rank is 0
+};
+
+// What an adapter changes of a site.
+struct SiteAdapter {
+  int64_t rank = 0;                  // rows of A, a multiple of 16
+  const uint16_t* a = nullptr;       // bf16 r16_columns [rank, columns of the site]
+  std::vector<AdapterPiece> pieces;  // ascending, together all rows of the site; empty: nothing is changed
+  const float* bias = nullptr;       // f32 [rows of the site]; null: 0
+  const float* gain = nullptr;       // the same; null: 1
+
+  bool changes() const { return !pieces.empty(); }
+};
+
+struct AdapterSite {
+  int64_t rows, columns;
+};
+
+// Rows of a step with one adapter: count of them, from `rows` on.
+struct AdapterGroup {
+  int32_t slot;
+  const int32_t* rows;
+  int64_t count;
+};
+
+// The rows of a step, by their adapters.
+class AdapterRows {
+ public:
+  AdapterRows(int64_t max_rows, int64_t num_slots);
+  // Groups `count` rows, whose slots `slot_of(row)` gives; -1: none. Allocates nothing.
+  template <class SlotOf>
+  void group(int64_t count, const SlotOf& slot_of) {
+    groups_.clear();
+    next_.assign(next_.size(), 0);
+    for (int64_t row = 0; row < count; ++row) {
+      slots_[static_cast<size_t>(row)] = slot_of(row);
+      if (slots_[static_cast<size_t>(row)] >= 0)
+        ++next_[static_cast<size_t>(slots_[static_cast<size_t>(row)])];
+    }
+    arrange(count);
+  }
+  const std::vector<AdapterGroup>& groups() const { return groups_; }
+  const int32_t* slots() const { return slots_.data(); }
+
+ private:
+  void arrange(int64_t count);
+
+  std::vector<int32_t> slots_;  // of each row
+  std::vector<int32_t> order_;  // rows, by their slots
+  std::vector<int64_t> next_;   // of each slot: how many rows, then where its next one goes
+  std::vector<AdapterGroup> groups_;
+};
+
+class Adapters {
+ public:
+  // max_rank: rows of A at most, a multiple of 16.
+  Adapters(std::vector<AdapterSite> sites, int64_t num_slots, int64_t max_rank, int64_t max_tokens,
+           int64_t max_logit_rows);
+
+  int64_t max_rank() const { return max_rank_; }
+  const AdapterSite& site(int64_t index) const;  // std::invalid_argument if there is none
+  int64_t num_sites() const { return static_cast<int64_t>(sites_.size()); }
+
+  // Loads an adapter: entry i of `changes` is what it changes of site i. Pieces may leave gaps.
+  // std::invalid_argument if something does not fit.
+  void load(int64_t slot, std::vector<SiteAdapter> changes);
+  void unload(int64_t slot);
+
+  // Before each step, on one thread. slots: of each token, -1 if it has no adapter. logit_rows: tokens with
+  // logits. std::invalid_argument if there is no such adapter.
+  void begin_step(const int32_t* slots, int64_t tokens, const int32_t* logit_rows, int64_t num_logit_rows);
+
+  bool is_active() const { return !of_tokens_.groups().empty(); }  // in this step
+  const AdapterRows& rows(bool are_logit_rows) const { return are_logit_rows ? of_logit_rows_ : of_tokens_; }
+  const SiteAdapter& at(int64_t site, int32_t slot) const {
+    return loaded_[static_cast<size_t>(slot)][static_cast<size_t>(site)];
+  }
+
+ private:
+  void check_slot(int64_t slot) const;
+
+  const std::vector<AdapterSite> sites_;
+  const int64_t max_rank_;
+  std::vector<std::vector<SiteAdapter>> loaded_;  // of each slot, by site; empty: nothing
+  AdapterRows of_tokens_, of_logit_rows_;
+};
+
+}  // namespace enginewright

@@ -1,0 +1,214 @@
+"""Products with adapters against float64, on every instruction set of this machine."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from enginewright import _cpu
+from enginewright.builder.lower.pack import PackedForm, pack
+from tests.helpers.gemm_problem import KERNELS, Problem, generator, relative_error
+from tests.helpers.kernel_runner import Buffer, KernelRunner, aligned
+from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
+
+ISAS = _cpu.isa_names()
+MAX_RANK = 352
+NONE = -1
+ONE_COLUMN = (1, 0, 0, 0, 0, 0)
+TOKEN_ROWS, LOGIT_ROWS = (0, 1, 0, 0, 0, 0), (0, 0, 0, 1, 0, 0)
+
+
+def columns_of_16(values: torch.Tensor) -> np.ndarray:
+    form = PackedForm("bf16", tuple(values.shape), "r16_columns")
+    return aligned(b"".join(pack(values, form)))
+
+
+@dataclass
+class Piece:
+    """Rows [begin, begin + count) of the weight, and the factors of what an adapter adds to them."""
+
+    begin: int
+    a: torch.Tensor  # bf16 [rank, columns]
+    b: torch.Tensor  # bf16 [count, rank]
+
+
+@dataclass
+class Adapter:
+    """What an adapter changes of a layer with this number of columns."""
+
+    columns: int
+    pieces: list[Piece]
+    bias: torch.Tensor | None = None
+    gain: torch.Tensor | None = None
+    buffers: list[Any] = field(default_factory=list)
+
+    def change(self, site: int = 0) -> tuple[Any, ...]:
+        """The form that `_cpu.Adapters.load` takes."""
+        ranks = sum(len(piece.a) for piece in self.pieces)
+        padded = -(-ranks // 16) * 16
+        a = torch.cat([*(piece.a for piece in self.pieces), torch.zeros(padded - ranks, self.columns).bfloat16()])
+        pieces, first = [], 0
+        for piece in self.pieces:
+            rank = len(piece.a)
+            pieces.append((piece.begin, len(piece.b), rank, first, columns_of_16(piece.b)))
+            first += rank
+        vectors = [None if one is None else one.numpy() for one in (self.bias, self.gain)]
+        return site, padded, columns_of_16(a) if padded else np.zeros(0, np.uint8), pieces, *vectors
+
+    def applied(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The product of rows with this adapter, in float64: [rows, N]."""
+        y = y.clone() if self.gain is None else y * self.gain.double()
+        if self.bias is not None:
+            y += self.bias.double()
+        for piece in self.pieces:
+            added = x @ piece.a.double().T @ piece.b.double().T
+            y[:, piece.begin : piece.begin + len(piece.b)] += added
+        return y
+
+
+def random_adapter(seed: int, columns: int, parts: list[tuple[int, int, int]], **vectors: int) -> Adapter:
+    """parts: begin, count and rank of each piece; vectors: rows of `bias` and `gain`."""
+    pieces = [
+        Piece(
+            begin,
+            torch.randn(rank, columns, generator=generator(seed, begin, 1)).bfloat16() / 8,
+            torch.randn(count, rank, generator=generator(seed, begin, 2)).bfloat16() / 8,
+        )
+        for begin, count, rank in parts
+    ]
+    made = {name: torch.rand(rows, generator=generator(seed, len(name))) + 0.5 for name, rows in vectors.items()}
+    return Adapter(columns, pieces, **made)
+
+
+def run(
+    problem: Problem, isa: str, adapters: list[Adapter], slots: list[int], *, dtype: str = "f32", threads: int = 1,
+    rows: slice = slice(None),
+) -> torch.Tensor:  # fmt: skip
+    """The kernel's result for some rows of a problem, whose adapters are those of `slots`."""
+    x, own = problem.x[rows], np.array(slots[rows], np.int32)
+    inputs = {
+        "adapter_slots": (own, TOKEN_ROWS, ONE_COLUMN),
+        "logit_rows": (np.zeros(1, np.int32), LOGIT_ROWS, ONE_COLUMN),
+    }
+    runner = KernelRunner(isa, threads, tokens=len(x), inputs=inputs, arena_bytes=1 << 23)
+    table = _cpu.Adapters([(problem.rows, x.shape[1])], len(adapters), MAX_RANK, len(x), 1)
+    for slot, adapter in enumerate(adapters):
+        table.load(slot, [adapter.change()])
+    out = runner.buffer(len(x), problem.outputs, dtype)
+    operands, attributes = problem.call_of(runner, x)
+    delta: dict[str, Buffer | _cpu.OperandSpec] = {
+        "adapters": _cpu.OperandSpec.adapters(table, 0),
+        "delta": runner.buffer(len(x), problem.rows, "f32"),
+    }
+    read = {name: operands[name] for name in ("x", "x_scale") if name in operands}
+    shrunk = runner.buffer(len(x), MAX_RANK, "f32")
+    group = {"group": problem.group} if "x_scale" in read else {}
+    runner.add("adapter_delta@1", {**read, **delta, "shrunk": shrunk}, group)
+    runner.call(problem.kernel, {**operands, **delta, "out": out}, attributes)
+    return runner.read(out)
+
+
+def expected(problem: Problem, adapters: list[Adapter], slots: list[int]) -> torch.Tensor:
+    y, x = problem.product(), problem.inputs()
+    for slot, adapter in enumerate(adapters):
+        rows = [row for row, own in enumerate(slots) if own == slot]
+        y[rows] = adapter.applied(y[rows], x[rows])
+    return problem.finished(y)
+
+
+def some_adapters(rows: int, columns: int) -> list[Adapter]:
+    """Adapters of ranks near each limit: of all rows, of some, with vectors, of vectors alone, and of nothing."""
+    middle = rows // 3
+    return [
+        random_adapter(1, columns, [(0, rows, 1)]),
+        random_adapter(2, columns, [(0, middle, 16), (middle, rows - middle, 7)], bias=rows),
+        random_adapter(3, columns, [(middle, 5, 320)], gain=rows),
+        random_adapter(4, columns, [], bias=rows, gain=rows),
+        random_adapter(5, columns, []),
+    ]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 33])
+@pytest.mark.parametrize("epilogue", ["none", "swiglu"])
+def test_products_with_adapters(isa: str, kernel: str, tokens: int, epilogue: str) -> None:
+    problem = Problem(kernel, tokens, 74, 577, epilogue, bias=tokens % 2 == 1)
+    adapters = some_adapters(74, 577)
+    slots = [(row * 5 + 1) % 6 - 1 for row in range(tokens)]
+    right = expected(problem, adapters, slots)
+    assert relative_error(run(problem, isa, adapters, slots, threads=2), right) < GEMM_F32
+    assert relative_error(run(problem, isa, adapters, slots, dtype="bf16"), right) < GEMM_BF16_OUT
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bits_of_a_row_depend_on_its_own_adapter_alone(isa: str, kernel: str) -> None:
+    problem, adapters = Problem(kernel, 33, 130, 320), some_adapters(130, 320)
+    slots = [row % 6 - 1 for row in range(33)]
+    together = run(problem, isa, adapters, slots)
+    for first, count, threads in (0, 1, 1), (1, 1, 2), (2, 3, 3), (5, 28, 2):
+        rows = slice(first, first + count)
+        assert torch.equal(run(problem, isa, adapters, slots, threads=threads, rows=rows), together[rows])
+    base = [row for row, slot in enumerate(slots) if slot == NONE]
+    assert torch.equal(together[base], problem.run(isa, "f32")[base]), "rows without an adapter have the base's bits"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_step_without_adapters_has_the_bits_of_the_base(isa: str) -> None:
+    problem = Problem("gemm_bf16@1", 3, 74, 130)
+    assert torch.equal(run(problem, isa, some_adapters(74, 130), [NONE] * 3), problem.run(isa, "f32"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"pieces": [(0, 75, 1, 0)]}, "overlap, or leave their layer"),
+        ({"pieces": [(0, 9, 1, 0), (8, 9, 1, 0)]}, "overlap, or leave their layer"),
+        ({"pieces": [(0, 9, 2, 15)]}, "no such ranks"),
+        ({"pieces": [(0, 9, 1, -1)]}, "no such ranks"),
+        ({"pieces": [(0, 0, 1, 0)]}, "is empty"),
+        ({"rank": 8}, "multiple of 16"),
+        ({"rank": 368}, "rank 368, and at most 352 is possible"),
+        ({"a": np.zeros(3, np.uint8)}, "has 3 bytes"),
+        ({"bias": np.zeros(73, np.float32)}, "has 292 bytes"),
+        ({"site": 1}, "no site 1"),
+        ({"slot": 2}, "no slot 2"),
+    ],
+)
+def test_adapters_that_do_not_fit(change: dict[str, Any], text: str) -> None:
+    table = _cpu.Adapters([(74, 20)], 2, MAX_RANK, 1, 1)
+    rank = change.get("rank", 16)
+    a = change.get("a", np.zeros(rank * 20 * 2, np.uint8))
+    pieces = [
+        (begin, count, own, first, np.zeros(max(-(-count // 16) * 16 * own * 2, 0), np.uint8))
+        for begin, count, own, first in change.get("pieces", [(0, 9, 1, 0)])
+    ]
+    with pytest.raises(ValueError, match=text):
+        table.load(change.get("slot", 0), [(change.get("site", 0), rank, a, pieces, change.get("bias"), None)])
+
+
+@pytest.mark.parametrize(("slot", "text"), [(1, "slot 1, where none is loaded"), (2, "slot 2"), (-2, "slot -2")])
+def test_slots_of_a_step_that_do_not_exist(slot: int, text: str) -> None:
+    problem = Problem("gemm_bf16@1", 3, 74, 130)
+    with pytest.raises(ValueError, match=text):
+        run_with_one_of_two(problem, [0, NONE, slot])
+
+
+def run_with_one_of_two(problem: Problem, slots: list[int]) -> None:
+    inputs = {
+        "adapter_slots": (np.array(slots, np.int32), TOKEN_ROWS, ONE_COLUMN),
+        "logit_rows": (np.zeros(1, np.int32), LOGIT_ROWS, ONE_COLUMN),
+    }
+    runner = KernelRunner("portable", tokens=3, inputs=inputs)
+    table = _cpu.Adapters([(74, 130)], 2, 16, 3, 1)
+    table.load(0, [random_adapter(1, 130, [(0, 74, 3)]).change()])
+    operands, _ = problem.call_of(runner, problem.x)
+    delta = {
+        "adapters": _cpu.OperandSpec.adapters(table, 0),
+        "delta": runner.buffer(3, 74, "f32"),
+        "shrunk": runner.buffer(3, 16, "f32"),
+    }
+    runner.call("adapter_delta@1", {"x": operands["x"], **delta})
