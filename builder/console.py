@@ -125,7 +125,7 @@ def describe(report: BuildReport | Forecast) -> str:
 
 def describe_adapter(report: AdapterReport) -> str:
     """Formats the result of `engine adapter`."""
-    ranks = f"ranks of up to {report.max_rank} together"
+    ranks = f"ranks of up to {report.max_rank}"
     return "\n".join(
         (
             "",

@@ -42,7 +42,7 @@ class AdapterReport:
     content_hash: str  # SHA-256 of its content
     modules: int  # number of the checkpoint's layers that it changes
     sites: int  # number of the engine's layers that it changes
-    max_rank: int  # largest rank of a site
+    max_rank: int  # largest rank of a layer's matrices
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the report to JSON's types."""
@@ -99,7 +99,7 @@ def prepare(adapter: Adapter, engine: Engine, output: Path, progress: Progress |
         content_hash=manifest.content_hash,
         modules=len(adapter.updates),
         sites=len(entries),
-        max_rank=max((entry.rank for entry in entries), default=0),
+        max_rank=max((piece.rank for entry in entries for piece in entry.pieces), default=0),
     )
 
 

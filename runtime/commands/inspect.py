@@ -234,7 +234,7 @@ def _adapter_lines(summary: dict[str, Any]) -> list[str]:
         f"  recipe     {_listed(summary['recipe'])}; built by enginewright {summary['builder_version']}",
         f"  engine     sha256:{summary['engine']}",
         f"  content    sha256:{summary['content_hash']}",
-        f"  changes    {summary['layers']} layers of the engine, with ranks of up to {summary['max_rank']} together",
+        f"  changes    {summary['layers']} layers of the engine, with ranks of up to {summary['max_rank']}",
         f"  memory     {size} of matrices",
     ]
 

@@ -137,14 +137,16 @@ class SiteAdapter:
 
 
 class AdapterFile:
-    """An open adapter, whose matrices are used where they are mapped; close it, or use it in `with`.
+    """An open adapter, whose matrices are in memory; close its file, or use it in `with`.
+
+    A file that is altered or cut short later does no harm.
 
     Attributes:
         name: its name.
         content_hash: hash of its content.
         engine_hash: hash of the content of the engine that it is for.
         sites: name of a weight in the plan → what is changed there.
-        max_rank: the largest rank of a site.
+        max_rank: the largest rank of a layer's matrices.
         num_bytes: bytes of all matrices and vectors.
     """
 
@@ -154,12 +156,13 @@ class AdapterFile:
         self.engine_hash = engine_hash
         entries = AdapterEntries.from_json(file.read_section(ADAPTER), file.sections).sites
         self.sites: Mapping[str, SiteAdapter] = MappingProxyType({one.weight: self._site(one) for one in entries})
-        self.max_rank = max((site.rank for site in self.sites.values()), default=0)
+        pieces = (piece for site in self.sites.values() for piece in site.pieces)
+        self.max_rank = max((piece.rank for piece in pieces), default=0)
         self.num_bytes = sum(form.nbytes for name, form in file.sections.items() if name.startswith(WEIGHTS))
 
     @classmethod
     def open(cls, path: str | Path) -> "AdapterFile":
-        """Opens an adapter, and checks all but the hashes of its matrices, which are not read.
+        """Opens an adapter, and checks all of it.
 
         Args:
             path: the adapter's file.
@@ -203,7 +206,7 @@ class AdapterFile:
             _require(fits, f"the engine has no {weight} of {site.rows} × {site.columns}")
 
     def close(self) -> None:
-        """Closes the file; views of its matrices stay valid."""
+        """Closes the file; the matrices stay valid."""
         self.file.close()
 
     def __enter__(self) -> "AdapterFile":
@@ -213,7 +216,7 @@ class AdapterFile:
         self.close()
 
     def _site(self, entry: SiteEntry) -> SiteAdapter:
-        views = [self.file.section(name) for name in entry.forms()]
+        views = [memoryview(self.file.read_section(name)) for name in entry.forms()]
         a = views.pop(0) if entry.rank else memoryview(b"")
         pieces = tuple(
             AdapterPiece(piece.begin, piece.count, piece.rank, piece.first_rank, views.pop(0)) for piece in entry.pieces
