@@ -12,7 +12,7 @@ TEXTS = (
     *("kv_cache_remote", "kv_cache_listen", "kv_role", "kv_listen", "kv_secret_file"),
 )
 BYTES = ("kv_cache_memory", "kv_cache_disk", "kv_cache_share", "grammar_memory")
-FLAGS = ("enable_prefix_caching", "mmap")  # limits that are True or False
+FLAGS = ("enable_prefix_caching", "enable_lora", "mmap")  # limits that are True or False
 KV_ROLES = ("prefill", "decode", "both")
 S3, TCP = "s3://", "tcp://"  # what kv_cache_remote begins with
 SPECULATE = ("off", NGRAM, *ROLES)
@@ -61,6 +61,10 @@ class RuntimeConfig:
     kv_role: str | None = None
     kv_listen: str | None = None  # HOST:PORT where other servers fetch prompts; None is a free port of 127.0.0.1
     kv_secret_file: str | None = None  # file of the secret that all of these servers know
+    enable_lora: bool = False  # requests may name adapters
+    max_loras: int | None = None  # maximum number of adapters in a step; None is max_num_seqs
+    max_lora_rank: int = 64  # maximum rank of an adapter's module
+    max_cpu_loras: int = 256  # maximum number of adapters that stay open
     grammar_memory: int = 256 << 20  # bytes of compiled grammars for structured outputs, at least MIN_GRAMMAR_MEMORY
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
+from enginewright.adapter_sites import AdapterSites, read_sites
 from enginewright.code import CODE, CodeArchive, read_code
 from enginewright.embedding import EMBEDDING, EmbeddingConfig
 from enginewright.engine_file import EngineFile
@@ -224,6 +225,16 @@ class Engine:
     def embedding(self) -> EmbeddingConfig:
         """Conversion of the model's output into vectors or scores, for an engine that does not generate text."""
         return EmbeddingConfig.from_json(self.file.read_section(EMBEDDING))
+
+    @cached_property
+    def adapter_sites(self) -> AdapterSites:
+        """Linear layers that may have adapters.
+
+        Raises:
+            UsageError: the engine was built without a list of them.
+            CorruptEngineError: the list is damaged.
+        """
+        return read_sites(self.file)
 
     @property
     def embeds(self) -> bool:

@@ -199,3 +199,8 @@ SIMULATED_WAIT = 0.05
 # Relative difference of computed prompt tokens between real replicas and simulated ones: the latter find prefixes in
 # keys of 128 bytes, here 32 tokens, and the former in blocks of 16, of turns of 128 tokens.
 SIMULATED_TOKENS = 0.1
+
+# Largest difference of a prompt's log-probabilities (about -15 … 0) between an engine with an adapter of large random
+# numbers, and PEFT's model in fp32; the base has at most half of it. With bf16, A and B are rounded to 8 bits; what an
+# adapter adds is computed from activations as the base has them, int8 or bf16. A factor of 1.05 on B is 0.2.
+ADAPTED_LOGPROBS = {"bf16": 0.08, "fp8": 0.5, "int8-wo": 0.2, "int8-sq": 0.2, "int4-rtn": 1.2}

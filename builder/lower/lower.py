@@ -22,6 +22,7 @@ from enginewright.plan import (
     COLUMN_ALIGN,
     COMMON_DIMS,
     HIDDEN_BEFORE,
+    AdaptersOperand,
     Buffer,
     BufferOperand,
     CacheGroup,
@@ -360,6 +361,8 @@ class _Lowering:
                 (plane,) = (plane for plane in group.planes if plane.name == operand.part)
                 padded = padded_head_dim(plane.dim)
                 return Matrix(plane.dtype, Linear(), plane.dim, padded, padded, block_stride=group.block_bytes)
+            case AdaptersOperand():
+                raise AssertionError("only the runtime adds adapters to a plan")
 
     def _read(self, value: ir.Value, role: str, node: ir.Node, binding: KernelBinding) -> Operand:
         name = _name(value)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import finalize
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.errors import EngineError, UsageError, shorten
 from enginewright.runtime.api.collector import Collector
 from enginewright.runtime.api.embeddings import Vector, not_finite
@@ -192,6 +193,7 @@ class AsyncLLM:
         retention: Retention = NOT_RETAINED,
         structure: Structure | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        adapter: Path | None = None,
     ) -> "AsyncRequest":
         """Prepares a request for `start`: encodes its prompt, and compiles its grammar, in other threads.
 
@@ -204,9 +206,10 @@ class AsyncLLM:
             structure: gives the structure of the answers from the prompt's token ids; None leaves it to params.
             kv_transfer_params: vLLM's: leases the prompt's KV blocks to another server (`do_remote_decode`), or fetches
                 them from one (`do_remote_prefill`). If that fails, the prompt is computed.
+            adapter: file of the adapter that the request is computed with; None: the engine's own weights.
 
         Raises:
-            UsageError: prompt or parameters are not valid.
+            UsageError: prompt or parameters are not valid, or the adapter does not fit the engine.
             EngineDeadError: the engine has failed or is closed.
         """
         token_ids, params = await self.in_tokenizer(partial(self._encode_for, prompt, params, structure))
@@ -222,7 +225,16 @@ class AsyncLLM:
         leases = bool(transfer.get("do_remote_decode"))
         return await self.in_tokenizer(
             partial(
-                self._prepare, token_ids, params, cache_salt, work, retention, grammars, fetched, leases_prompt=leases
+                self._prepare,
+                token_ids,
+                params,
+                cache_salt,
+                work,
+                retention,
+                grammars,
+                fetched,
+                leases_prompt=leases,
+                adapter=adapter,
             )
         )
 
@@ -255,9 +267,11 @@ class AsyncLLM:
         fetched: ReadEntries | None = None,
         *,
         leases_prompt: bool = False,
+        adapter: Path | None = None,
     ) -> "AsyncRequest":
         buffer = _DeltaBuffer()
         assert isinstance(self._core, EngineCore), "engines of other kinds are refused in _encode_for"
+        opened = None if adapter is None else self.open_adapter(adapter)
         request = self._core.request(
             token_ids,
             params,
@@ -268,8 +282,20 @@ class AsyncLLM:
             retention=retention,
             fetched=fetched,
             leases_prompt=leases_prompt,
+            adapter=opened,
         )
         return AsyncRequest(token_ids, request, buffer, self._thread.abort)
+
+    def open_adapter(self, path: Path) -> AdapterFile:
+        """Opens the adapter of a file ahead of requests, or checks that it is open; it may be called in any thread.
+
+        Raises:
+            UsageError: there is no such file, or the adapter does not fit the engine or its limits.
+            EngineError: the file cannot be read.
+        """
+        if not isinstance(self._core, EngineCore):
+            raise UsageError(f"the adapter {path.name} cannot be used", "the engine generates no text")
+        return self._core.open_adapter(path)
 
     def start(self, prepared: "AsyncRequest") -> None:
         """Starts a prepared request.

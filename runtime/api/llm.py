@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 from weakref import finalize
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.errors import EngineError, UsageError, shorten
 from enginewright.runtime.api.beam_outputs import BeamSearchOutput, BeamSearchParams, beam_output
 from enginewright.runtime.api.collector import Collector
@@ -35,6 +36,7 @@ from enginewright.runtime.api.embeddings import (
     vector_of,
 )
 from enginewright.runtime.api.engine_thread import AnyRequest, EngineThread, close_all
+from enginewright.runtime.api.lora_request import Adapter, adapters_of
 from enginewright.runtime.api.progress_bar import ProgressBar
 from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
@@ -128,6 +130,7 @@ class LLM:
         on_output: OnOutput | None = None,
         cache_salt: str = "",
         priority: Priority = None,
+        lora_request: Adapter = None,
         **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Generates completions of all prompts, computed together.
@@ -140,7 +143,8 @@ class LLM:
             on_output: called with (index of the prompt, its output) as requests end.
             cache_salt: prompts with different salts share no cache blocks; a prompt may have a salt of its own.
             priority: one for all prompts, or one for each (WorkClass); lower values are more urgent, and None is 0.
-            vllm_options: arguments of vLLM's, such as lora_request, at values that change nothing.
+            lora_request: adapter of all prompts, or one for each; None is the engine's own weights.
+            vllm_options: arguments of vLLM's, such as trace_headers, at values that change nothing.
 
         Returns:
             One output per prompt, in the prompts' order.
@@ -149,7 +153,9 @@ class LLM:
             UsageError: a prompt or its parameters are not valid; nothing has been computed then.
         """
         check_call_options(vllm_options)
-        return self._complete(_each(prompts), sampling_params, use_tqdm, on_progress, cache_salt, priority, on_output)
+        return self._complete(
+            _each(prompts), sampling_params, use_tqdm, on_progress, cache_salt, priority, on_output, lora_request
+        )
 
     def chat(
         self,
@@ -163,6 +169,7 @@ class LLM:
         on_progress: OnProgress | None = None,
         cache_salt: str = "",
         priority: Priority = None,
+        lora_request: Adapter = None,
         **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Generates the next message of conversations through the model's chat template; otherwise like `generate`.
@@ -178,6 +185,7 @@ class LLM:
             on_progress: as in `generate`.
             cache_salt: as in `generate`.
             priority: as in `generate`.
+            lora_request: as in `generate`.
             vllm_options: as in `generate`.
         """
         check_call_options(vllm_options)
@@ -185,7 +193,9 @@ class LLM:
         conversations = [
             Conversation(one, add_generation_prompt, names, tools or ()) for one in conversations_of(messages)
         ]
-        return self._complete(conversations, sampling_params, use_tqdm, on_progress, cache_salt, priority)
+        return self._complete(
+            conversations, sampling_params, use_tqdm, on_progress, cache_salt, priority, lora_request=lora_request
+        )
 
     def beam_search(
         self,
@@ -352,16 +362,17 @@ class LLM:
         cache_salt: str,
         priority: Priority,
         on_output: OnOutput | None = None,
+        lora_request: Adapter = None,
     ) -> list[RequestOutput]:
         if on_progress is not None and not callable(on_progress):
             raise UsageError(f"on_progress is {shorten(on_progress)}", "it must be a function of two numbers")
         refuse_answers(self.engine)
-        inbox = _Inbox()
+        inbox, num = _Inbox(), len(prompts)
+        adapters = adapters_of(lora_request, num, self._core)
+        each = zip(prompts, self._params(sampling_params, num), _works(priority, num), adapters, strict=True)
         collectors = [
-            self._collector(prompt, params, inbox.sink(index), cache_salt, work)
-            for index, (prompt, params, work) in enumerate(
-                zip(prompts, self._params(sampling_params, len(prompts)), _works(priority, len(prompts)), strict=True)
-            )
+            self._collector(prompt, params, inbox.sink(index), cache_salt, work, adapter)
+            for index, (prompt, params, work, adapter) in enumerate(each)
         ]
         requests = [collector.request for collector in collectors]
         deltas = self._run(requests, inbox, sum(request.params.n for request in requests))
@@ -381,11 +392,18 @@ class LLM:
         return [collector.output() for collector in collectors]
 
     def _collector(
-        self, prompt: Prompt, params: SamplingParams, sink: OutputSink, cache_salt: str, work: WorkClass
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        sink: OutputSink,
+        cache_salt: str,
+        work: WorkClass,
+        adapter: AdapterFile | None,
     ) -> Collector:
         """Makes the request of a prompt, and the collector of its deltas."""
         ids = self.encode(prompt)
-        request = self._core.request(ids, params, sink, salt_of(prompt, cache_salt), work=work)
+        assert isinstance(self._core, EngineCore), "engines of other kinds are refused in _complete"
+        request = self._core.request(ids, params, sink, salt_of(prompt, cache_salt), work=work, adapter=adapter)
         return Collector(str(next(self._request_ids)), text_of(prompt), ids, request, self.engine.tokenizer)
 
     def _run(

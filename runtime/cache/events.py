@@ -16,6 +16,7 @@ class BlocksStored(msgspec.Struct, frozen=True):
     parent: bytes | None  # key of the block before them; None: they are the first of the sequence
     token_ids: Sequence[int]  # tokens of all the blocks
     cache_salt: str  # salt of the sequence: only sequences of the same salt share the blocks
+    adapter: str | None = None  # name of the sequence's adapter: only sequences of the same one share the blocks
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):
@@ -52,13 +53,16 @@ class CacheEvents:
         else:
             self._events.append(BlocksRemoved(group, [key]))
 
-    def published(self, keys: Sequence[bytes], token_ids: Sequence[int], cache_salt: str) -> None:
+    def published(
+        self, keys: Sequence[bytes], token_ids: Sequence[int], cache_salt: str, adapter: str | None = None
+    ) -> None:
         """Makes events of the blocks that can be found since the last call, all of which belong to this sequence.
 
         Args:
             keys: of its full blocks.
             token_ids: its tokens, at least those of its full blocks.
             cache_salt: its salt.
+            adapter: name of its adapter; None: it has none.
         """
         for group, new in self._new.items():
             places = list[int]()
@@ -76,7 +80,7 @@ class CacheEvents:
                     end += 1
                 tokens = token_ids[first * self._block_size : end * self._block_size]
                 parent = keys[first - 1] if first else None
-                self._events.append(BlocksStored(group, list(keys[first:end]), parent, tokens, cache_salt))
+                self._events.append(BlocksStored(group, list(keys[first:end]), parent, tokens, cache_salt, adapter))
         self._new.clear()
 
     def flush(self) -> None:

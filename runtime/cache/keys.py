@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from copy import copy
 from hashlib import sha256
+from hmac import digest
 
 
 class PrefixKeys:
@@ -12,11 +13,15 @@ class PrefixKeys:
     Args:
         block_size: number of tokens of a block.
         salt: sequences of different salts share nothing, so that response times do not reveal the prompts of others.
+        adapter: content hash of the sequence's adapter, on which its keys and values depend; empty: it has none.
     """
 
-    def __init__(self, block_size: int, salt: str = "") -> None:
+    def __init__(self, block_size: int, salt: str = "", adapter: str = "") -> None:
         self._block_size = block_size
-        self._root = sha256(salt.encode()).digest()
+        # No salt, however it is chosen, gives the root of a sequence with an adapter.
+        self._root = (
+            digest(bytes.fromhex(adapter), salt.encode(), sha256) if adapter else sha256(salt.encode()).digest()
+        )
         self._keys: list[bytes] = []
 
     def copy(self) -> "PrefixKeys":

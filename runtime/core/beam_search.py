@@ -91,6 +91,7 @@ class BeamSearch(RequestKind):
             cache_salt=parent.cache_salt,
             work=parent.work,
             retention=parent.retention,
+            adapter=parent.adapter,
             is_beam=True,
         )
         self._live.fork(parent, child)

@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.errors import UsageError
 from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.cache.store import ReadEntries
 from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core.adapters import Adapters, check_adapter
 from enginewright.runtime.core.beam_scorer import BeamScorer
 from enginewright.runtime.core.beam_search import BeamSearch
 from enginewright.runtime.core.completion import Completion
@@ -29,6 +32,7 @@ from enginewright.runtime.core.request import OutputSink, Request
 from enginewright.runtime.core.request_kinds import BestOf, LiveSequences, Outputs, Plain, RequestKind
 from enginewright.runtime.core.stats import Stats, StepCounts
 from enginewright.runtime.core.storage import Stores, open_kv_events, prompt_s
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.grammar.grammars import Grammars
@@ -37,6 +41,7 @@ from enginewright.runtime.sampling.request import SamplingRequest, TokenRules, n
 from enginewright.runtime.sampling.sampler import SampledRows, SampledToken, Sampler
 from enginewright.runtime.sampling.structured_outputs import StructuredOutputsParams
 from enginewright.runtime.sampling.token_mask import Grammar
+from enginewright.runtime.scheduler.adapters import AdapterSlots
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.speculation.methods import config_of_model, open_speculator, with_method
 from enginewright.runtime.step.inputs import StepOutputs
@@ -65,7 +70,8 @@ class StepInFlight(msgspec.Struct, frozen=True):
 class EngineCore:
     """Runs the steps of an engine that generates text.
 
-    `request`, `walks`, `compile` and `stats` may be called from any thread, all other methods from a single one.
+    `request`, `open_adapter`, `walks`, `compile` and `stats` may be called from any thread, all other methods from a
+    single one.
 
     Args:
         engine: the engine.
@@ -75,6 +81,8 @@ class EngineCore:
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
         config = with_method(engine, config)
+        self._config = config
+        self._adapters = Adapters(engine, config)
         self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, since the file may be changed later
         self.executor = open_executor(engine, config_of_model(engine, config))
         read_tokenizer = partial(engine.file.read_section, "tokenizer.json")
@@ -93,6 +101,7 @@ class EngineCore:
             chunk=config.prefill_chunk_size,
             cost=self._prompt_cost.at,
             goal=goal,
+            adapters=self._adapter_slots(config),
         )
         self._speculator = open_speculator(engine, config, self.executor)
         self._drafting = Drafting(self._scheduler, self._sampler, self._speculator, limits.sequences)
@@ -112,6 +121,14 @@ class EngineCore:
             assert self._step_cost is not None
             seconds = partial(prompt_s, self._step_cost, self._prompt_cost)
             self._stores = Stores(engine, config, self.executor, self._scheduler, seconds)
+
+    def _adapter_slots(self, config: RuntimeConfig) -> AdapterSlots | None:
+        """Slots of the executor for adapters; None without `enable_lora`."""
+        if not config.enable_lora:
+            return None
+        executor = self.executor
+        assert isinstance(executor, CpuExecutor), "model_plan refuses other devices"
+        return AdapterSlots(config.max_loras or config.max_num_seqs, executor.load_adapter, executor.unload_adapter)
 
     @property
     def _steps_ahead(self) -> int:
@@ -176,6 +193,15 @@ class EngineCore:
         wanted = params.structured_outputs
         return () if wanted is None else self._grammars.walks(wanted, params.num_candidates)
 
+    def open_adapter(self, path: Path) -> AdapterFile:
+        """Returns the adapter of a file, for `request`; it may be called in any thread.
+
+        Raises:
+            UsageError: there is no such file, or the adapter does not fit the engine or its limits.
+            EngineError: the file cannot be read.
+        """
+        return self._adapters.get(path)
+
     def request(
         self,
         prompt: Sequence[int],
@@ -188,6 +214,7 @@ class EngineCore:
         retention: Retention = NOT_RETAINED,
         fetched: ReadEntries | None = None,
         leases_prompt: bool = False,
+        adapter: AdapterFile | None = None,
     ) -> Request:
         """Creates a request that can be added.
 
@@ -202,14 +229,17 @@ class EngineCore:
             retention: hint for what the request leaves in the prefix cache.
             fetched: blocks of its prompt that another server has computed.
             leases_prompt: true if its prompt is leased to another server when its only completion has ended.
+            adapter: adapter that it is computed with, which fits the engine; None: the engine's own weights.
 
         Raises:
-            UsageError: the prompt or the parameters are not possible with this engine.
+            UsageError: the prompt, the parameters or the adapter are not possible with this engine.
             EngineError: the engine's tokenizer cannot be used for structured outputs.
         """
         params = params.clone()  # the caller may change them later
         if leases_prompt:
             _check_lease(params, self.transfer)
+        if adapter is not None:
+            check_adapter(adapter, self.engine, self._config)
         vocab_size, ends = self.engine.plan.vocab_size, () if params.ignore_eos else self._eos_token_ids
         check_prompt(prompt, vocab_size, self.max_model_len)
         max_total_tokens = self.max_model_len
@@ -228,6 +258,7 @@ class EngineCore:
                 cache_salt=cache_salt,
                 work=work,
                 retention=retention,
+                adapter=adapter,
                 is_beam=True,
             )
             first.cache.fetched = fetched
@@ -255,6 +286,7 @@ class EngineCore:
                 sibling_of=request.completions[0].sequence if index else None,
                 work=work,
                 retention=retention,
+                adapter=adapter,
             )
             stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
             detokenizer = self._detokenizer(request, prompt)

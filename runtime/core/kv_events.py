@@ -176,7 +176,7 @@ class KvEventSender:
             "block_size": self._block_size,
             "lora_id": None,
             "medium": MEDIUM,
-            "lora_name": None,
+            "lora_name": event.adapter,
             "extra_keys": self._extra_keys(event),
             "group_idx": event.group,
             **self._kinds[event.group],

@@ -39,7 +39,8 @@ class SharedPrefixes:
         A sequence whose prompt is scored gets none: it computes its whole prompt itself, and no other waits for it.
         """
         if self.enabled and sequence.request is not None and not sequence.state.needs_prompt_logits:
-            sequence.cache.keys = PrefixKeys(self._block_size, sequence.cache_salt)
+            adapter = "" if sequence.adapter is None else sequence.adapter.content_hash
+            sequence.cache.keys = PrefixKeys(self._block_size, sequence.cache_salt, adapter)
 
     def find(self, sequence: TokenSequence) -> Sequence[bytes] | None:
         """Keys of the longest cached prefix; None if another sequence is computing the next block of it."""
@@ -65,8 +66,7 @@ class SharedPrefixes:
             sequence: a sequence that begins with the blocks.
             keys: keys of the blocks.
         """
-        if self._events is not None:
-            self._events.published(keys, sequence.token_ids, sequence.cache_salt)
+        self._report(sequence, keys)
 
     def begin(self, sequence: TokenSequence, shared: int) -> None:
         """Notes that an admitted sequence computes the blocks after its first ones, so that others wait for these.
@@ -112,9 +112,13 @@ class SharedPrefixes:
             self.tag(sequence, len(sequence.token_ids))
             self._cache.publish(sequence.cache.held)
             if self._events is not None:
-                keys = self._keys(sequence, len(sequence.token_ids))
-                self._events.published(keys, sequence.token_ids, sequence.cache_salt)
+                self._report(sequence, self._keys(sequence, len(sequence.token_ids)))
             self.end(sequence)
+
+    def _report(self, sequence: TokenSequence, keys: Sequence[bytes]) -> None:
+        if self._events is not None:
+            adapter = None if sequence.adapter is None else sequence.adapter.name
+            self._events.published(keys, sequence.token_ids, sequence.cache_salt, adapter)
 
     def _keys(self, sequence: TokenSequence, num_tokens: int) -> Sequence[bytes]:
         """Keys of the full blocks within the first tokens of a sequence."""

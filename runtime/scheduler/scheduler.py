@@ -21,6 +21,7 @@ from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.cache.store import Entry, PrefixStore
 from enginewright.runtime.sampling.request import RowRequest, SamplingRequest
 from enginewright.runtime.sampling.sampler import SampledToken
+from enginewright.runtime.scheduler.adapters import AdapterSlots
 from enginewright.runtime.scheduler.chunks import PromptChunks
 from enginewright.runtime.scheduler.decodes import RepeatedDecodes
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
@@ -53,6 +54,7 @@ class Scheduler:
             no bound. Decodes of best-effort work do not set this bound.
         cost: gives the cost of a prompt token at a position.
         goal: maximum time of a step in which `chunk` is a bound; None: no such time is given.
+        adapters: slots for the adapters of sequences; None: no sequence has one.
         whole_texts: true if a prompt has to be computed in a single step (Plan.whole_texts).
         clock: gives the time in seconds, by which the priority of waiting sequences ages and hints expire.
     """
@@ -67,6 +69,7 @@ class Scheduler:
         chunk: int | None = None,
         cost: Callable[[int], float] = lambda position: 1.0,
         goal: StepGoal | None = None,
+        adapters: AdapterSlots | None = None,
         whole_texts: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -74,7 +77,8 @@ class Scheduler:
         self._cache = Cache(groups, num_blocks, limits.tokens, limits.sequences, clock)
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
         self._events: CacheEvents | None = None
-        self._waiting = WaitingSequences(self._cache, self._prefixes, clock)
+        self._adapters = adapters
+        self._waiting = WaitingSequences(self._cache, self._prefixes, clock, adapters)
         self._running: list[TokenSequence] = []  # the most urgent first, equally urgent ones by arrival
         self._chunks = PromptChunks(self._cache, chunk, cost, goal=goal, whole=whole_texts)
         self._packer = Packer(groups, limits)
@@ -365,6 +369,8 @@ class Scheduler:
     def _run(self, sequence: TokenSequence) -> None:
         """Adds a sequence whose blocks are allocated to the running ones."""
         insort(self._running, sequence, key=self._waiting.order)
+        if self._adapters is not None:
+            sequence.state.adapter_slot = self._adapters.acquire(sequence.adapter)
         self._packer.place(sequence)
         self._last = None
 
@@ -424,6 +430,8 @@ class Scheduler:
         self._cache.release(sequence.cache.held)
         sequence.cache.held = []
         self._packer.remove(sequence)
+        if self._adapters is not None:
+            self._adapters.release(sequence.adapter)
         self._waiting.no_room = False
         self._last = None
 

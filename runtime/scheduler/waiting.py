@@ -7,6 +7,7 @@ from time import perf_counter
 
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.cache.kind import Copies
+from enginewright.runtime.scheduler.adapters import AdapterSlots
 from enginewright.runtime.scheduler.prefixes import SharedPrefixes
 from enginewright.runtime.scheduler.shares import TenantShares
 from enginewright.runtime.scheduler.stored import PrefixWriter, StoredPrefixes
@@ -17,7 +18,8 @@ from enginewright.runtime.step.work_class import BEST_EFFORT, WorkClass
 class WaitingSequences:
     """Queues of waiting sequences, one for each class of work.
 
-    A sequence is admitted when the cache has free blocks for all its tokens, and one more for each running sequence.
+    A sequence is admitted when the cache has free blocks for all its tokens, and one more for each running sequence,
+    and when there is a slot for its adapter.
 
     The next one has the most urgent work. Among equally urgent ones it belongs to the tenant with the fewest computed
     tokens, and among these it has arrived first. A smaller sequence never overtakes it.
@@ -26,10 +28,17 @@ class WaitingSequences:
         cache: the KV cache.
         prefixes: shared prefixes.
         clock: gives the time in seconds, by which the priority of waiting sequences ages.
+        adapters: slots for the adapters of sequences; None: no sequence has one.
     """
 
-    def __init__(self, cache: Cache, prefixes: SharedPrefixes, clock: Callable[[], float]) -> None:
-        self._cache, self._prefixes, self._clock = cache, prefixes, clock
+    def __init__(
+        self,
+        cache: Cache,
+        prefixes: SharedPrefixes,
+        clock: Callable[[], float],
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        self._cache, self._prefixes, self._clock, self._adapters = cache, prefixes, clock, adapters
         self._queues: dict[WorkClass, list[TokenSequence]] = {}  # each in the order of arrival; none is empty
         self._arrivals: dict[TokenSequence, int] = {}  # number of arrival of each sequence that has not ended
         self._num_arrivals = 0
@@ -140,6 +149,9 @@ class WaitingSequences:
         if found is None:
             return None
         sequence, level = found
+        if self._adapters is not None and not self._adapters.has_room(sequence.adapter):
+            self.no_room = True
+            return None
         keys = self._shared_keys(sequence, len(running), copies)
         if keys is None:
             return None

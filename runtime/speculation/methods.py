@@ -8,6 +8,7 @@ from enginewright.plan import Plan
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.devices import Executor, open_executor
 from enginewright.runtime.device.memory_plan import FREE_SHARE, MemoryPlan, limits_of, plan_memory, sequence_bytes
+from enginewright.runtime.device.model_plan import model_plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.head import HeadModel
@@ -75,6 +76,7 @@ def _config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes:
         config,
         max_model_len=min(length, engine.for_role(role).plan.max_seq_len),
         max_logit_rows=config.max_num_seqs,
+        enable_lora=False,  # a draft model has the base's weights: what it proposes is verified
         # A draft model without caches takes no memory for them, but a limit has to be at least 1.
         kv_cache_memory=None if kv_bytes is None else max(int(kv_bytes * _kv_ratio(role, engine, config)), 1),
     )
@@ -107,8 +109,8 @@ def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) 
     """
     role = _draft_role(engine, config)
     if role is None:
-        return plan_memory(engine.plan, config, engine.weight_bytes, free), None
-    own = plan_memory(engine.plan, config_of_model(engine, config), engine.weight_bytes, free)
+        return plan_memory(model_plan(engine, config), config, engine.weight_bytes, free), None
+    own = plan_memory(model_plan(engine, config), config_of_model(engine, config), engine.weight_bytes, free)
     limits, taken = _config_of_draft(role, engine, config, own.kv_bytes), engine.weight_bytes + own.arena_bytes
     return own, plan_memory(engine.for_role(role).plan, limits, taken, free)
 
@@ -133,7 +135,7 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
     config = with_method(engine, config)
     role = _draft_role(engine, config)
     if config.kv_cache_memory is None:
-        left = free - engine.weight_bytes - _arena_bytes(engine.plan, config)
+        left = free - engine.weight_bytes - _arena_bytes(model_plan(engine, config), config)
         if role is not None:
             left -= _arena_bytes(engine.for_role(role).plan, _config_of_draft(role, engine, config))
         config = replace(config, kv_cache_memory=max(int(left * FREE_SHARE), 1))

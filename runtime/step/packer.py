@@ -111,6 +111,7 @@ class Packer:
             "logit_rows": np.array(logit_rows, np.int32),
             "first_rows": starts[:-1],
             "token_types": _token_types(sequences, owners, positions),
+            "adapter_slots": np.array([sequence.state.adapter_slot for sequence in sequences], np.int32)[owners],
         }
         self._gather()
         for paged in self._paged:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.runtime.cache.eviction import NOT_RETAINED, Retention
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.store import ReadEntries
@@ -37,6 +38,7 @@ class ScheduleState:
     num_computed_tokens: int = 0  # number of tokens whose KV is in the cache once the planned steps are done
     draft_tokens: list[int] = field(default_factory=list)  # draft tokens to verify next (Scheduler.propose)
     logits_row: int = 0  # first row of its last planned step's logits that its tokens are sampled from
+    adapter_slot: int = -1  # slot of its adapter while it runs; -1: it has none
     deferred: bool = False  # true while steps leave it out, until its next token is known (Scheduler.resume)
     recomputing: bool = False  # true if a recurrent state was rolled back so far that known tokens are computed again
 
@@ -70,6 +72,7 @@ class TokenSequence:
     work: WorkClass = DEFAULT_WORK  # priority and tenant
     retention: Retention = NOT_RETAINED  # hint for what it leaves in the prefix cache
     is_beam: bool = False  # true of a beam: a beam search chooses its next token among the likeliest ones
+    adapter: AdapterFile | None = None  # adapter that it is computed with; None: the engine's own weights
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
     cache: CacheHandle = field(default_factory=CacheHandle)  # its holdings in the caches
     state: ScheduleState = field(init=False)  # its progress

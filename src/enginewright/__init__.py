@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from enginewright.runtime.api.async_llm import AsyncEngineArgs, AsyncLLM
     from enginewright.runtime.api.beam_outputs import BeamSearchParams
     from enginewright.runtime.api.llm import LLM
+    from enginewright.runtime.api.lora_request import LoRARequest
     from enginewright.runtime.core.outputs import CompletionOutput, RequestOutput
     from enginewright.runtime.core.prompts import TextPrompt, TokensPrompt
     from enginewright.runtime.sampling.parameters import RequestOutputKind, SamplingParams
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -39,6 +41,8 @@ def __getattr__(name: str) -> Any:
             module = "api.llm"
         case "AsyncEngineArgs" | "AsyncLLM":
             module = "api.async_llm"
+        case "LoRARequest":
+            module = "api.lora_request"
         case "BeamSearchParams":
             module = "api.beam_outputs"
         case "CompletionOutput" | "RequestOutput":

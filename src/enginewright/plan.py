@@ -339,6 +339,22 @@ class CacheOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
         _require(found, f"{call}.{role} is in no layer's cache")
 
 
+class AdaptersOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="adapters"):
+    """What the adapters of a step's rows change of a linear layer. An engine's file has none (adapter_plan.py)."""
+
+    site: int  # index of the layer among the engine's adapter sites
+
+    def check(self, plan: "Plan", call: str, role: str) -> None:
+        """Refuses a site below 0: the executor knows how many there are.
+
+        Args:
+            plan: the plan.
+            call: kernel that reads it.
+            role: role of the operand.
+        """
+        _require(self.site >= 0, f"{call}.{role} is no adapter site")
+
+
 def cache_of(groups: Sequence[CacheGroup], operand: CacheOperand) -> CacheGroup:
     """Finds the cache group that has a part of a layer; a layer with attention and a recurrence is in two groups.
 
@@ -349,7 +365,7 @@ def cache_of(groups: Sequence[CacheGroup], operand: CacheOperand) -> CacheGroup:
     return next(group for group in groups if operand.layer in group.layers and operand.part in group.parts)
 
 
-Operand = InputOperand | WeightOperand | BufferOperand | CacheOperand
+Operand = InputOperand | WeightOperand | BufferOperand | CacheOperand | AdaptersOperand
 
 
 class Extent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

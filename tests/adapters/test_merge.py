@@ -18,6 +18,7 @@ from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.models import build_graph
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 from tests import tolerances
+from tests.helpers.adapters import logits, trained
 from tests.helpers.command import run_engine
 from tests.helpers.graphs import content
 from tests.helpers.tiny import HYBRIDS, MemoryCheckpoint, saved, tiny_checkpoint, tiny_config, tiny_model
@@ -30,29 +31,6 @@ EXPERTS: dict[str, Any] = {
 }
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-
-
-def trained(model: PreTrainedModel, folder: Path, seed: int = 0, **lora: Any) -> PeftModel:
-    """PEFT's model with an adapter of random numbers, which is saved to a folder.
-
-    Args:
-        lora: choices of LoraConfig.
-    """
-    torch.manual_seed(seed)
-    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**{"r": 7, "lora_alpha": 5, **lora})).eval()
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "magnitude" in name:
-                parameter *= 1 + 0.3 * torch.rand_like(parameter)
-            elif parameter.requires_grad:
-                parameter += 0.2 * torch.randn_like(parameter)
-    adapted.save_pretrained(folder)
-    return adapted
-
-
-def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(tokens, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def as_model(merged: MergedCheckpoint) -> PreTrainedModel:

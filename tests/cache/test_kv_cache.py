@@ -133,6 +133,9 @@ def test_keys_are_chained_hashes() -> None:
     keys = PrefixKeys(4, "salt").of(range(10), 2)
     first = sha256(sha256(b"salt").digest() + np.arange(4, dtype=np.int32).tobytes()).digest()
     assert keys == [first, sha256(first + np.arange(4, 8, dtype=np.int32).tobytes()).digest()]
+    one, other = (PrefixKeys(4, "salt", 32 * byte).of(range(10), 2) for byte in ("00", "01"))
+    assert len({keys[0], keys[1], one[0], one[1], other[0], other[1]}) == 6, "an adapter has keys of its own"
+    assert PrefixKeys(4, "other", 32 * "00").of(range(10), 1)[0] not in {*keys, *one}
     assert PrefixKeys(4, "other").of(range(10), 1) != keys[:1]
     assert PrefixKeys(4).of([1, 0, 0, 0, 1, 2, 3, 4], 2)[1] != PrefixKeys(4).of([2, 0, 0, 0, 1, 2, 3, 4], 2)[1]
 

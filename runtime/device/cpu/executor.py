@@ -1,7 +1,7 @@
 """Runs plans on the CPU: binds a plan's operands to memory, and passes each step to the C++ executor in one call."""
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 
@@ -9,12 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
+from enginewright.adapter_file import AdapterFile
+from enginewright.adapter_plan import max_site_rank
+from enginewright.adapter_sites import Site
 from enginewright.dtypes import KV_CACHES
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.manifest import SectionForm
 from enginewright.plan import (
     HIDDEN,
     HIDDEN_BEFORE,
+    AdaptersOperand,
     Buffer,
     BufferOperand,
     CacheGroup,
@@ -31,6 +35,7 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import plan_memory
+from enginewright.runtime.device.model_plan import model_plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
@@ -63,7 +68,8 @@ class CpuExecutor:
     ) -> None:
         config = config or RuntimeConfig()
         self.engine = engine
-        self.plan = engine.plan
+        sites = engine.adapter_sites.sites if config.enable_lora else ()
+        self.plan = model_plan(engine, config)
         self.max_top_logprobs = self.plan.vocab_size
         self.memory_plan = plan_memory(self.plan, config, engine.missing_weight_bytes(weights))
         self.isa = choose_isa(config.isa or env.cpu_isa())
@@ -82,6 +88,8 @@ class CpuExecutor:
                 for group, count in zip(self.plan.caches, self.memory_plan.num_blocks, strict=True)
             ]
             self.place_memory = [HostPlaces(pool) for pool in self.pools]
+            self._site_index = {site.weight: index for index, site in enumerate(sites)}
+            self._adapters = self._open_adapters(sites, config) if sites else None
             self._executor = _cpu.Executor(self.isa, self.threads, self.memory_plan.limits.counts, inputs, arena_bytes)
             for call in self.plan.calls:
                 operands = {name: self._operand(operand) for name, operand in call.operands.items()}
@@ -121,6 +129,32 @@ class CpuExecutor:
         hidden = None if self._hidden is None else self._hidden[: inputs.sizes.tokens]
         return StepOutputs(self._logits[: inputs.sizes.logit_rows], hidden)
 
+    def load_adapter(self, slot: int, adapter: AdapterFile) -> None:
+        """Loads an adapter into a slot that no step uses.
+
+        Args:
+            slot: the slot.
+            adapter: the adapter, which fits the engine (`AdapterFile.check_fits`).
+        """
+        assert self._adapters is not None, "enable_lora is True"
+        changes = [
+            (
+                self._site_index[weight],
+                site.rank,
+                site.a,
+                [(piece.begin, piece.count, piece.rank, piece.first_rank, piece.b) for piece in site.pieces],
+                site.bias,
+                site.gain,
+            )
+            for weight, site in adapter.sites.items()
+        ]
+        self._adapters.load(slot, changes)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empties a slot that no step uses."""
+        assert self._adapters is not None, "enable_lora is True"
+        self._adapters.unload(slot)
+
     def close(self) -> None:
         """Does nothing: the memory is freed with the object."""
 
@@ -156,6 +190,16 @@ class CpuExecutor:
         buffer, rows = self.plan.buffers[index], self.plan.buffers[index].rows.at(self.memory_plan.limits)
         return self._executor.buffer(self._offsets[index], rows, buffer.columns, buffer.stride, buffer.dtype)
 
+    def _open_adapters(self, sites: Sequence[Site], config: RuntimeConfig) -> _cpu.Adapters:
+        limits = self.memory_plan.limits
+        return _cpu.Adapters(
+            [(site.rows, site.columns) for site in sites],
+            config.max_loras or config.max_num_seqs,
+            max_site_rank(sites, config.max_lora_rank),
+            limits.tokens,
+            limits.logit_rows,
+        )
+
     def _check_weights(self) -> None:
         if self._mmap:
             self.engine.check_mapped_weights()
@@ -190,6 +234,9 @@ class CpuExecutor:
                     operand.column,
                     buffer.stride - buffer.columns if whole else 0,
                 )
+            case AdaptersOperand():
+                assert self._adapters is not None, "with_adapters has added it"
+                return _cpu.OperandSpec.adapters(self._adapters, operand.site)
             case CacheOperand():
                 group = cache_of(self.plan.caches, operand)
                 places, layer = self.pools[self.plan.caches.index(group)], group.layers.index(operand.layer)

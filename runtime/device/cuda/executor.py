@@ -24,6 +24,7 @@ from enginewright.plan import (
     HIDDEN,
     HIDDEN_BEFORE,
     MAX_DIMS,
+    AdaptersOperand,
     BufferOperand,
     CacheOperand,
     Input,
@@ -234,6 +235,8 @@ class CudaExecutor:
                 group = cache_of(self.plan.caches, operand)
                 memory = self.place_memory[self.plan.caches.index(group)]
                 return memory.address + group.offset_bytes(operand.layer, operand.part)
+            case AdaptersOperand():
+                raise AssertionError("model_plan refuses adapters on this device")
 
 
 def buckets_for(max_sequences: int) -> tuple[int, ...]:

@@ -1,0 +1,86 @@
+"""The open adapters of an engine."""
+
+from collections import OrderedDict
+from pathlib import Path
+from threading import Lock
+
+from enginewright.adapter_file import AdapterFile
+from enginewright.errors import UsageError
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.engine import Engine
+
+
+def check_adapter(adapter: AdapterFile, engine: Engine, config: RuntimeConfig) -> None:
+    """Checks that sequences of an engine can have an adapter.
+
+    Args:
+        adapter: the adapter.
+        engine: the engine.
+        config: limits of the engine.
+
+    Raises:
+        UsageError: the engine was opened without adapters, or the adapter is another engine's or has a larger rank.
+    """
+    if not config.enable_lora:
+        raise UsageError(
+            f"the adapter {adapter.name} cannot be used", "the engine was opened without adapters", "Set enable_lora."
+        )
+    adapter.check_fits(engine.manifest)
+    if adapter.max_rank > config.max_lora_rank:
+        raise UsageError(
+            f"the adapter {adapter.name} has rank {adapter.max_rank}",
+            f"max_lora_rank is {config.max_lora_rank}",
+            f"Use --max-lora-rank {adapter.max_rank}.",
+        )
+
+
+class Adapters:
+    """The open adapters of an engine, by their files. `get` may be called in any thread.
+
+    The least recently used one is dropped for another one, and its memory is freed once no request uses it. A request
+    that has begun keeps its adapter, also if its file is replaced by another meanwhile.
+
+    Args:
+        engine: the engine.
+        config: limits of the engine.
+    """
+
+    def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
+        self._engine, self._config = engine, config
+        # path → identity of the file and the adapter, the least recently used first
+        self._open: OrderedDict[Path, tuple[tuple[int, ...], AdapterFile]] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def num_open(self) -> int:
+        """Number of open adapters."""
+        return len(self._open)
+
+    def get(self, path: Path) -> AdapterFile:
+        """Returns the adapter of a file, which is opened and checked if it is not open.
+
+        Args:
+            path: the adapter file.
+
+        Raises:
+            UsageError: there is no such file, or the adapter does not fit the engine or its limits.
+            EngineError: the file cannot be read.
+        """
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UsageError(f"there is no adapter {path}", error.strerror or str(error)) from error
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        with self._lock:
+            known = self._open.get(path)
+            if known is not None and known[0] == identity:
+                self._open.move_to_end(path)
+                return known[1]
+        with AdapterFile.open(path) as adapter:  # its matrices stay in memory
+            check_adapter(adapter, self._engine, self._config)
+        with self._lock:
+            self._open[path] = identity, adapter
+            self._open.move_to_end(path)
+            if len(self._open) > self._config.max_cpu_loras:
+                self._open.popitem(last=False)
+        return adapter
