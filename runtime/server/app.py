@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -24,6 +25,7 @@ from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.core.prompts import Conversation, Prompt, check_prompt
 from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.server.adapter_routes import AdapterRoutes
 from enginewright.runtime.server.anthropic_body import read_messages
 from enginewright.runtime.server.anthropic_form import AnthropicError, MessagesForm
 from enginewright.runtime.server.chat import CHAT_KEYS, ChatForm
@@ -68,7 +70,9 @@ class App:
         endpoint = engines.config.otlp_traces_endpoint
         self._traces = None if endpoint is None else Traces(endpoint)
         page = Page() if engines.config.page else None
-        self._open_paths = {HEALTH_PATH} | (page.paths if page else set())
+        adapters = AdapterRoutes(engines)
+        # The routes of adapters check admin keys instead.
+        self._open_paths = {HEALTH_PATH, *adapters.paths} | (page.paths if page else set())
         self._starlette = Starlette(
             routes=[
                 *ChoicesRoute(engines, ChatForm, CHAT_KEYS).with_render("/v1/chat/completions"),
@@ -92,6 +96,7 @@ class App:
                 Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/version", self._version),
                 *InfoRoutes(engines).routes,
+                *adapters.routes,
                 Route("/openapi.json", self._openapi),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
@@ -154,8 +159,7 @@ class App:
         return _json(self._engines.cards())
 
     async def _one_model(self, request: Request) -> Response:
-        name, _ = self._engines.find(request.path_params["name"])
-        return _json(self._engines.card(name))
+        return _json(self._engines.card(self._engines.find(request.path_params["name"]).name))
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._read(request, TOKENIZE_KEYS)
@@ -195,9 +199,9 @@ class App:
         self, request: Request, model: str | None, timeout_s: float | None = None
     ) -> AsyncIterator[AsyncLLM]:
         """The engine that such a request names."""
-        async with self._engines.use(model, request.receive, timeout_s) as (name, service):
-            request.scope["log"].model = name
-            yield service.llm
+        async with self._engines.use(model, request.receive, timeout_s) as used:
+            request.scope["log"].model = used.name
+            yield used.service.llm
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": __version__})
@@ -261,6 +265,7 @@ class ReadyRequest:
     params: SamplingParams  # sampling parameters, with the model's defaults
     work: WorkClass  # priority and tenant
     retention: Retention  # hint for the KV blocks of prompts and completions
+    adapter: Path | None  # file of the adapter; None: the engine's own weights
 
 
 class CompletionRoute(ABC):
@@ -305,6 +310,7 @@ class CompletionRoute(ABC):
                     ready.retention,
                     body.timeout,
                     body.kv_transfer_params,
+                    ready.adapter,
                 )
                 await generation.run(ready.prompts, salt, bool(body.stream), receive, send)
         except ClientGone:
@@ -339,14 +345,14 @@ class CompletionRoute(ABC):
             retention = retention_of(body.ttl_s, session, work)
             scope["log"].named_session(session)
             check_timeout(body.timeout)
-            async with self._engines.use(body.model, receive, body.timeout) as (model, service):
+            async with self._engines.use(body.model, receive, body.timeout) as (model, service, adapter):
                 scope["log"].model, engine = model, service.llm.engine
                 refuse_answers(engine)
                 request.check(engine.tokenizer)
                 unused.add_errors(body.unused(engine.tokenizer), renames)
                 prompts = body.prompts()
                 params = default_params(engine, **body.params_for(engine.tokenizer))
-                yield ReadyRequest(body, request.form, service, prompts, params, work, retention)
+                yield ReadyRequest(body, request.form, service, prompts, params, work, retention, adapter)
 
     @abstractmethod
     def _read(self, data: bytes, tenant: str, unused: UnusedKeys) -> ParsedRequest:

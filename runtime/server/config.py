@@ -1,9 +1,11 @@
 """The settings of a server."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
 from enginewright.errors import UsageError
 from enginewright.runtime.server.cors import ORIGIN
@@ -39,6 +41,10 @@ class ServerConfig(HostingConfig):
     idle_seconds: float | None = None  # seconds without requests after which an engine is closed; None means never
     # origins of web pages of other sites that may use the server, as browsers send them
     allowed_origins: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = ()  # adapters that requests may name, each as NAME=FILE
+    lora_dir: str | None = None  # folder whose files NAME.lora are adapters as well; None means that there is none
+    enable_lora_updates: bool = False  # True lets holders of an admin key add and remove adapters of lora_dir
+    admin_keys: tuple[str, ...] = ()  # keys of those who may change what is served
     metrics_compat: str | None = None  # one of METRICS_COMPAT, whose metric names /metrics has in addition to ours
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector; None means no traces
 
@@ -47,10 +53,21 @@ class ServerConfig(HostingConfig):
         """True if even a single engine is opened at its first request instead of at the start."""
         return self.memory is not None or self.idle_seconds is not None
 
+    @property
+    def has_adapters(self) -> bool:
+        """True if requests may name adapters."""
+        return bool(self.lora_modules) or self.lora_dir is not None
+
+    @property
+    def adapter_files(self) -> dict[str, Path]:
+        """Name → file of each adapter of lora_modules."""
+        return {name: Path(file) for name, _, file in (one.partition("=") for one in self.lora_modules)}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rules(self, _RULES, _RULES_OF_EACH)
-        if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_keys):
+        keys = (*self.api_keys, *self.admin_keys)
+        if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in keys):
             raise UsageError("an API key is empty or cannot be sent", "it must be printable ASCII without outer spaces")
         if self.tenant_classes and len(self.tenant_classes) != len(self.api_keys):
             raise UsageError(
@@ -58,6 +75,9 @@ class ServerConfig(HostingConfig):
                 "each key must have a class",
                 "Name one class for each key, in the order of the keys; keys may have the same class.",
             )
+        if self.enable_lora_updates and (self.lora_dir is None or not self.admin_keys):
+            why = "they add files of lora_dir, and only holders of an admin key may"
+            raise UsageError("enable_lora_updates needs lora_dir and admin_keys", why)
         if (count := len(set(self.tenant_classes))) > MAX_TENANT_CLASSES:
             raise UsageError(f"there are {count} different tenant_classes", f"there may be {MAX_TENANT_CLASSES}")
 
@@ -78,6 +98,7 @@ _RULES: Mapping[str, Rule] = {
     "tool_call_parser": Rule(call_format),
     "memory": AT_LEAST_1,
     "idle_seconds": SECONDS,
+    "lora_dir": Rule(os.path.isdir, "there is no such folder"),
     "metrics_compat": Rule(METRICS_COMPAT.__contains__, f"it must be {', '.join(METRICS_COMPAT)}"),
     "otlp_traces_endpoint": Rule(
         re.compile("https?://[^/]+/").match, "it must be a URL with its path, such as http://127.0.0.1:4318/v1/traces"
@@ -89,6 +110,9 @@ _RULES_OF_EACH: Mapping[str, Rule] = {
     "tenant_classes": Rule(
         re.compile("[a-z][a-z0-9_-]{0,31}").fullmatch,
         "it must be 1 to 32 lower-case letters, digits, _ and -, and begin with a letter",
+    ),
+    "lora_modules": Rule(
+        lambda module: module.isprintable() and all(module.partition("=")), "it must be NAME=FILE, printable characters"
     ),
     "allowed_origins": Rule(
         ORIGIN.fullmatch,

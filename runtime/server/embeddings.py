@@ -195,7 +195,7 @@ class TextsRoute:
             unused = log.unused = UnusedKeys(is_strict=self._engines.config.strict_keys)
             body: TextsBody = decode(data, self._known, self._engines.max_vocab_size, unused)
             work = work_of(scope, body.priority)
-            async with self._engines.use(body.model, receive) as (model, service):
+            async with self._engines.use(body.model, receive) as (model, service, _):
                 log.model, log.request_id = model, f"{self._id_prefix}-{token_hex(12)}"
                 texts, rows = await Texts(service, log, arrived, work).run(body, receive)
                 count = sum(len(text.ids) for text in texts)

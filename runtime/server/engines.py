@@ -6,17 +6,18 @@ Everything belongs to the thread of the event loop. One engine is opened or clos
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import Receive
 
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.machine import free_memory
+from enginewright.runtime.server.adapter_names import AdapterNames
 from enginewright.runtime.server.config import ServerConfig
 from enginewright.runtime.server.engine_files import closed_engines
 from enginewright.runtime.server.engine_swaps import EngineSwaps
@@ -28,6 +29,22 @@ from enginewright.runtime.server.served_engine import EngineInfo, ServedEngine
 from enginewright.runtime.server.service import Service
 from enginewright.runtime.server.wire import BodyReader, ClientGone, until_gone
 from enginewright.runtime.server.work import timed_out
+
+
+class NamedModel(NamedTuple):
+    """A model that a request names."""
+
+    name: str  # name for the response
+    engine: ServedEngine  # engine that computes it
+    adapter: Path | None  # file of its adapter; None: the engine's own weights
+
+
+class UsedModel(NamedTuple):
+    """A model whose engine is open while a request uses it."""
+
+    name: str  # name for the response
+    service: Service  # service of the engine
+    adapter: Path | None  # file of its adapter; None: the engine's own weights
 
 
 class Engines:
@@ -42,6 +59,7 @@ class Engines:
     def __init__(self, engines: Sequence[ServedEngine], config: ServerConfig, swaps: EngineSwaps) -> None:
         self.all, self.config, self._swaps = engines, config, swaps
         self._by_name = {name: engine for engine in engines for name in engine.names}
+        self.adapters = AdapterNames(config.adapter_files, None if config.lora_dir is None else Path(config.lora_dir))
         self._idle_closing: asyncio.Task[None] | None = None
         self._ended = asyncio.get_running_loop().create_future()  # done once the server ends, and nobody waits
         self.bodies = BodyReader(config.max_body_bytes)
@@ -84,8 +102,16 @@ class Engines:
 
     @property
     def names(self) -> Sequence[str]:
-        """All names that requests may use."""
-        return list(self._by_name)
+        """All names that requests may use: of engines, then of their adapters."""
+        adapters = self.adapters.names()
+        if len(self.all) > 1:
+            return [*self._by_name, *(f"{engine}:{adapter}" for engine in self._by_name for adapter in adapters)]
+        return [*self._by_name, *(adapter for adapter in adapters if adapter not in self._by_name)]
+
+    @property
+    def engine_names(self) -> Collection[str]:
+        """Names of the engines alone."""
+        return self._by_name.keys()
 
     @property
     def memory(self) -> int:
@@ -102,14 +128,11 @@ class Engines:
         """The largest vocabulary of all engines."""
         return max((engine.info.vocab_size for engine in self.all if engine.info is not None), default=0)
 
-    def find(self, name: str | None) -> tuple[str, ServedEngine]:
-        """Finds the engine that a request names.
+    def find(self, name: str | None) -> NamedModel:
+        """Finds the engine that a request names, and its adapter if it names one: ADAPTER, or ENGINE:ADAPTER.
 
         Args:
             name: the name in the request; None means the only engine.
-
-        Returns:
-            Its name for the response, and the engine.
 
         Raises:
             ApiError: 404, there is none of that name; 400, the name is missing and there are several engines.
@@ -118,16 +141,23 @@ class Engines:
         if name is None and len(self.all) > 1:
             raise ApiError(400, f"model is needed: there are {known}", param="model")
         name = name if name is not None else self.all[0].names[0]
-        if name not in self._by_name:
+        if (found := self._find(name)) is None:
             raise ApiError(
                 404, f"there is no model {name[:100]!r} here, only {known}", param="model", code="model_not_found"
             )
-        return name, self._by_name[name]
+        return found
+
+    def _find(self, name: str) -> NamedModel | None:
+        if name in self._by_name:
+            return NamedModel(name, self._by_name[name], None)
+        engine, _, adapter = name.rpartition(":")
+        if engine in self._by_name and (path := self.adapters.find(adapter)) is not None:
+            return NamedModel(name, self._by_name[engine], path)
+        path = self.adapters.find(name) if len(self.all) == 1 else None
+        return None if path is None else NamedModel(name, self.all[0], path)
 
     @asynccontextmanager
-    async def use(
-        self, name: str | None, receive: Receive, timeout_s: float | None = None
-    ) -> AsyncIterator[tuple[str, Service]]:
+    async def use(self, name: str | None, receive: Receive, timeout_s: float | None = None) -> AsyncIterator[UsedModel]:
         """An engine that stays open while it is used; a closed one is opened first.
 
         Args:
@@ -136,7 +166,7 @@ class Engines:
             timeout_s: seconds that the request waits for a closed engine; None means without limit.
 
         Yields:
-            Its name for the response, and its service.
+            The model, with its engine's service.
 
         Raises:
             ApiError: as `find`, or the engine cannot be opened.
@@ -144,7 +174,7 @@ class Engines:
         """
         if self.draining:
             raise shutting_down(self.config.drain_seconds)
-        name, engine = self.find(name)
+        name, engine, adapter = self.find(name)
         user = object()
         if engine.is_ready:
             engine.users.add(user)
@@ -155,7 +185,7 @@ class Engines:
             assert engine.service is not None
             if closed := engine.service.why_closed():
                 raise closed
-            yield name, engine.service
+            yield UsedModel(name, engine.service, adapter)
         finally:
             engine.users.discard(user)
             engine.last_used = time.monotonic()
@@ -211,7 +241,9 @@ class Engines:
             status: the HTTP status.
             name: the name of its engine; None means the only engine, or an unknown one.
         """
-        engine = self._by_name[name] if name is not None else self.all[0] if len(self.all) == 1 else None
+        found = None if name is None else self._find(name)
+        only = self.all[0] if name is None and len(self.all) == 1 else None
+        engine = only if found is None else found.engine
         counts = self._rejected if engine is None or engine.metrics is None else engine.metrics.rejected
         counts[status] += 1
 
@@ -254,15 +286,16 @@ class Engines:
         return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
     def card(self, name: str) -> dict[str, Any]:
-        """An engine in /v1/models: keys of OpenAI's API, ours, and those of Anthropic's."""
-        engine = self._by_name[name]
+        """A model in /v1/models: keys of OpenAI's API, ours, vLLM's of adapters, and those of Anthropic's."""
+        _, engine, adapter = self.find(name)
         max_model_len = None if engine.info is None else engine.info.max_model_len
         return {
             "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "enginewright",
-            "root": engine.names[0],
+            "root": engine.names[0] if adapter is None else adapter.stem,
+            "parent": None if adapter is None else engine.names[0],
             "max_model_len": max_model_len,
             "state": engine.state,
             "type": "model",

@@ -6,6 +6,7 @@ import time
 from asyncio import TaskGroup
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Send
@@ -77,6 +78,7 @@ class Generation:
         retention: hint for the KV blocks of prompts and completions.
         timeout_s: seconds from the arrival after which the request ends; None means never.
         kv_transfer_params: as for AsyncLLM.prepare.
+        adapter: file of the adapter; None: the engine's own weights.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class Generation:
         retention: Retention,
         timeout_s: float | None,
         kv_transfer_params: dict[str, Any] | None = None,
+        adapter: Path | None = None,
     ) -> None:
+        self.adapter = adapter
         self._new_parsers, self._structure = new_parsers, structure
         self._work, self._timeout_s, self._kv_transfer_params = work, timeout_s, kv_transfer_params
         self._retention = retention
@@ -197,6 +201,7 @@ class Generation:
             retention=self._retention,
             structure=self._structure,
             kv_transfer_params=self._kv_transfer_params,
+            adapter=self.adapter,
         )
         self._preparing = asyncio.create_task(preparing)
         timer = asyncio.get_running_loop().call_later(PREPARE_S, self.stop, late)
@@ -341,7 +346,10 @@ class Generation:
                 metrics.structured_done(choice.finish_reason, is_cut=is_cut)
         may_call = any(parser.may_call for parser in parsers)
         tenant_class = self._service.tenant_classes.get(self._work.tenant)
-        values = slice_values(request, may_call=may_call, work=self._work, tenant_class=tenant_class)
+        adapter = None
+        if self._service.config.has_adapters:
+            adapter = "" if self.adapter is None else str(self._log.model).rpartition(":")[2]
+        values = slice_values(request, may_call=may_call, work=self._work, tenant_class=tenant_class, adapter=adapter)
         metrics.slices.add(values, measured)
 
 

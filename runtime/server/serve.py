@@ -133,7 +133,10 @@ async def open_engines(model: Model, config: ServerConfig, limits: dict[str, Any
     engine = open_engine(files[0], runtime.device, verify=verify)
     try:
         names = names_alone(engine.manifest.name, files[0], config)
-        return Engines.of(Service(await AsyncLLM.open(engine, runtime), config, names))
+        llm = await AsyncLLM.open(engine, runtime)
+        for path in config.adapter_files.values():  # what is wrong with them is an error now, and not of a request
+            llm.open_adapter(path)
+        return Engines.of(Service(llm, config, names))
     except BaseException:
         engine.close()
         raise

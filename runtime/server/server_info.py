@@ -36,7 +36,7 @@ class InfoRoutes:
 
     async def _info(self, request: Request) -> Response:
         """Facts of the engine that the query names, first under SGLang's names, then under vLLM's."""
-        _, engine = self._engines.find(request.query_params.get("model"))
+        engine = self._engines.find(request.query_params.get("model")).engine
         info, service = engine.info, engine.service
         blocks = None if service is None else service.metrics.cache
         max_model_len = None if info is None else info.max_model_len

@@ -4,6 +4,7 @@ A request counts once in each slice. The slices are not crossed, so the number o
 their values, and not the product. No value is a text of a client's.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -21,9 +22,13 @@ PROMPT_TOKENS = (256, 2048, 16_384)  # bounds of the values of the slice prompt_
 PHASES = ("prepare", "queue", "prefill", "decode")
 TOKENS = ("prompt", "cached", "generation")  # kinds of tokens; those of prompts include cached ones
 LABELS = ["model_name", "slice", "value"]
+MAX_VALUES = 64  # values of a slice; those that come later count as OTHER
+OTHER = "other"
 
 
-def slice_values(request: Request, *, may_call: bool, work: WorkClass, tenant_class: str | None) -> Mapping[str, str]:
+def slice_values(
+    request: Request, *, may_call: bool, work: WorkClass, tenant_class: str | None, adapter: str | None
+) -> Mapping[str, str]:
     """The value of a request in each slice.
 
     Args:
@@ -31,6 +36,7 @@ def slice_values(request: Request, *, may_call: bool, work: WorkClass, tenant_cl
         may_call: whether it has tools that the model may call.
         work: its priority and tenant.
         tenant_class: the class of its tenant; None: tenants have no classes.
+        adapter: the name of its adapter, "" if it has none; None: the server has no adapters.
     """
     tokens = request.num_prompt_tokens
     share = request.num_cached_tokens / tokens
@@ -42,7 +48,8 @@ def slice_values(request: Request, *, may_call: bool, work: WorkClass, tenant_cl
         "prompt_tokens": next((f"up_to_{bound}" for bound in PROMPT_TOKENS if tokens <= bound), "more"),
         "priority": class_name(work.priority),
     }
-    return values if tenant_class is None else {**values, "tenant": tenant_class}
+    optional = {"tenant": tenant_class, "adapter": "none" if adapter == "" else adapter}
+    return values | {name: value for name, value in optional.items() if value is not None}
 
 
 def _yes_or_no(holds: bool) -> str:
@@ -96,6 +103,7 @@ class Slices:
     def __init__(self, prefix: str, model: str) -> None:
         self._prefix, self._model = prefix + "sliced_", model
         self._measured: dict[tuple[str, str], Measurements] = {}
+        self._num_values: Counter[str] = Counter()  # values of each slice
 
     def add(self, values: Mapping[str, str], measured: Measurements) -> None:
         """Counts a request that has ended.
@@ -104,10 +112,12 @@ class Slices:
             values: its value in each slice.
             measured: its measurements.
         """
-        for key in values.items():
+        for name, value in values.items():
+            key = (name, value)
             if key not in self._measured:
-                self._measured[key] = Measurements()
-            self._measured[key].add(measured)
+                key = key if self._num_values[name] < MAX_VALUES else (name, OTHER)
+                self._num_values[name] += key not in self._measured
+            self._measured.setdefault(key, Measurements()).add(measured)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all slices."""

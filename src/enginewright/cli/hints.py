@@ -86,7 +86,8 @@ OPTIONS: Mapping[str, str] = {
             "--enable-auto-tool-choice --reasoning-parser",
             "Calls and reasoning are found by the model's chat template: leave it out (see --tool-call-parser).",
         ),
-        ("--enable-lora --lora-modules --lora", _NOT_IMPLEMENTED),
+        ("--enable-lora", "give --lora-modules NAME=FILE or --lora-dir"),
+        ("--lora", "give --lora-modules NAME=FILE"),
         (
             "--speculative-config --speculative-model --model-draft -md",
             "Add the draft model with engine build --draft, and choose it with --speculate.",

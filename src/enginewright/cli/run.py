@@ -22,9 +22,10 @@ RUN_LIMITS = (
     *("prefill_chunk_size", "itl_slo_ms", "kv_cache_disk", "kv_cache_dir", "grammar_memory"),
     *("kv_cache_remote", "kv_cache_share", "kv_cache_listen"),
     *("kv_events", "kv_events_replay", "kv_events_topic", "kv_role", "kv_listen", "kv_secret_file"),
+    *("max_loras", "max_lora_rank", "max_cpu_loras"),
 )  # fields of RuntimeConfig that are options of `engine run` alone
 
-model, address, overload = section("Model"), section("Address"), section("Overload")
+model, address, overload, adapters = section("Model"), section("Address"), section("Overload"), section("Adapters")
 
 
 @click.command(cls=SectionCommand)
@@ -71,6 +72,45 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     type=float,
     show_default="never",
     help="Close an engine that no request has used for this long.",
+)
+@adapters(
+    "--lora-modules",
+    multiple=True,
+    metavar="NAME=FILE",
+    show_default="none",
+    help="An adapter that requests may name as their model; `engine adapter` makes the file. The option may be given "
+    "several times. With several engines, the model is ENGINE:NAME.",
+)
+@adapters(
+    "--lora-dir",
+    type=click.Path(file_okay=False),
+    show_default="none",
+    help="Folder of adapters: each file NAME.lora is one, also if it comes later. It is opened by the first request "
+    "that names it.",
+)
+@adapters(
+    "--enable-lora-updates",
+    is_flag=True,
+    help="Let the holders of an --admin-key add and remove adapters of --lora-dir by POST /v1/load_lora_adapter and "
+    "/v1/unload_lora_adapter.",
+)
+@adapters(
+    "--max-loras",
+    type=CountType(),
+    show_default="--max-num-seqs",
+    help="Maximum number of adapters in one step. A sequence with another one waits.",
+)
+@adapters(
+    "--max-lora-rank",
+    type=CountType(),
+    default=64,
+    help="Maximum rank of an adapter; memory for activations grows with it.",
+)
+@adapters(
+    "--max-cpu-loras",
+    type=CountType(),
+    default=256,
+    help="Maximum number of adapters that stay open; the least recently used are closed first.",
 )
 @section("Limits")(
     "--prefill-chunk-size",
@@ -238,6 +278,14 @@ model, address, overload = section("Model"), section("Address"), section("Overlo
     help="A class of the tenant of a key, such as paid, by which metrics are sliced. The option is given once for each "
     "key, in the order of the keys.",
 )
+@section("Keys")(
+    "--admin-key",
+    "admin_keys",
+    multiple=True,
+    envvar="ENGINEWRIGHT_ADMIN_KEY",
+    show_default="ENGINEWRIGHT_ADMIN_KEY, or nobody may",
+    help="A key that allows to add and remove adapters (--enable-lora-updates). The option may be given several times.",
+)
 @LOG_OPTIONS
 @VERIFY_OPTION
 def run(
@@ -262,6 +310,7 @@ def run(
 
     limits = pop_options(options, (*LIMITS, *RUN_LIMITS))
     config = ServerConfig(**options)
+    limits["enable_lora"] = config.has_adapters
     files = engine_files(engines, quant=quant, device=limits["device"], memory=config.memory, rebuild=rebuild)
     with log_to(STDERR, log_level, log_format) as announce:
         serve(files, config, announce=announce, verify=verify, **limits)
