@@ -361,12 +361,12 @@ def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str
         ("build x --max-num-seqs 3", "The batch size is an option of engine run: --max-num-seqs."),
         ("build x --max-model-len 3", "The longest sequence of an engine is set by engine build --max-seq-len."),
         ("generate x --temp 1", "Write --temperature."),
-        ("run x --enable-lora", "That is not implemented."),
+        ("run x --enable-lora", "Name adapters: --lora-modules NAME=FILE or --lora-dir DIR."),
         (
             "bench offline x --speculative-config {}",
             "Add the draft model with engine build --draft, and choose it with --speculate.",
         ),
-        ("run x --max-num-seq 3", "(Did you mean one of: '--max-num-seqs', '--max-num-waiting'?)"),
+        ("run x --max-num-seq 3", "(Did you mean one of: '--max-cpu-loras', '--max-num-seqs', '--max-num-waiting'?)"),
     ],
 )
 def test_options_of_other_programs_are_answered_with_what_to_do(typed: str, answer: str) -> None:
@@ -611,6 +611,7 @@ def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str
                 "Speculation",
                 "Machine",
                 "Several engines",
+                "Adapters",
                 "Operation",
                 "KV events",
                 "Prefill and decode apart",

@@ -43,7 +43,6 @@ _METHODS: Sequence[tuple[str, str]] = (
 _ONE_DEVICE = "An engine runs on one device: leave it out."
 _IN_THE_FILE = "All that a model needs is in its engine file: leave it out."
 _BY_BUILD = "Formats are chosen when the engine is built: engine build MODEL --quant METHOD."
-_NOT_IMPLEMENTED = "That is not implemented."
 # Options of vLLM, llama.cpp and other programs that do not exist here -> a sentence that says what to do instead.
 OPTIONS: Mapping[str, str] = {
     name: hint
@@ -86,8 +85,8 @@ OPTIONS: Mapping[str, str] = {
             "--enable-auto-tool-choice --reasoning-parser",
             "Calls and reasoning are found by the model's chat template: leave it out (see --tool-call-parser).",
         ),
-        ("--enable-lora", "give --lora-modules NAME=FILE or --lora-dir"),
-        ("--lora", "give --lora-modules NAME=FILE"),
+        ("--enable-lora", "Name adapters: --lora-modules NAME=FILE or --lora-dir DIR."),
+        ("--lora", "Write --lora-modules NAME=FILE."),
         (
             "--speculative-config --speculative-model --model-draft -md",
             "Add the draft model with engine build --draft, and choose it with --speculate.",
