@@ -17,13 +17,13 @@ from enginewright.adapter_sites import read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.engine_weights import open_section, open_weight
 from enginewright.builder.adapters.layers import EngineLayer
+from enginewright.builder.adapters.sites import weight_of
 from enginewright.builder.lower import PackedForm, pack
 from enginewright.builder.progress import Progress, Silent
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import UnsupportedModelError, UsageError
 from enginewright.manifest import About
 from enginewright.output_file import require_writable, same_file
-from enginewright.plan import WeightOperand
 from enginewright.runtime.engine import Engine
 
 MERGE = "Merge it at build: engine build --merge ADAPTER."
@@ -71,11 +71,7 @@ def prepare(adapter: Adapter, engine: Engine, output: Path, progress: Progress |
     layers = [EngineLayer(engine.file, site) for site in read_sites(engine.file).sites]
     _check(adapter, layers, engine.file.path)
     layers = [layer for layer in layers if layer.modules & adapter.updates.keys()]
-    calls = {
-        weight.name: call
-        for call in engine.plan.calls
-        if isinstance(weight := call.operands.get("weight"), WeightOperand)
-    }
+    calls = {name: call for call in engine.plan.calls if (name := weight_of(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
     entries: list[SiteEntry] = []
     with EngineWriter(output, 1 + sum(SECTIONS + len(layer.runs) for layer in layers)) as writer:

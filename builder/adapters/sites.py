@@ -25,7 +25,7 @@ def site_sections(plan: Plan, weights: Mapping[str, Weight], head: str | None) -
     sites: dict[str, Site] = {}
     sections: dict[str, bytes] = {}
     for call in plan.calls:
-        name = _weight_of(call)
+        name = weight_of(call)
         if name is not None and name not in sites and weights[name].value.name != head:
             site = _site(name, _name(call, "bias"), weights, sections)
             if site is not None:
@@ -33,8 +33,8 @@ def site_sections(plan: Plan, weights: Mapping[str, Weight], head: str | None) -
     return {ADAPTER_SITES: AdapterSites(tuple(sites.values())).to_json(), **sections}
 
 
-def _weight_of(call: KernelCall) -> str | None:
-    """Name of the weight of a linear layer; None if the call is none, or has the layers of several experts."""
+def weight_of(call: KernelCall) -> str | None:
+    """Names the weight of a linear layer; None if the call is none, or has the layers of several experts."""
     return _name(call, "weight") if call.kernel.startswith("gemm_") and "starts" not in call.operands else None
 
 
