@@ -160,7 +160,7 @@ def test_logits_are_batch_invariant_where_kernels_are() -> None:
         engine, device = Engine(file, "cuda"), device_for(kernels)
         runs = [
             score(CudaExecutor(engine, device, replace(LIMITS, max_num_batched_tokens=cut, max_num_seqs=seqs)), texts)
-            for cut, seqs in ((64, 1), (64, 3), (7, 2))
+            for cut, seqs in ((64, 1), (64, 3), (13, 2))
         ]
     for other in runs[1:]:
         for one, same in zip(runs[0], other, strict=True):
@@ -168,12 +168,14 @@ def test_logits_are_batch_invariant_where_kernels_are() -> None:
 
 
 def test_logits_of_a_batch_invariant_engine() -> None:
-    check_batch_invariant_logits("llama", "bf16")
+    check_batch_invariant_logits("llama", "bf16", (3, 9, 55))
 
 
-def check_batch_invariant_logits(family: str, quant: str, *, others_differ: bool = False) -> None:
+def check_batch_invariant_logits(
+    family: str, quant: str, lengths: Sequence[int] = (9, 30, 61), *, others_differ: bool = False
+) -> None:
     """Checks batch invariance in steps of any size; without it, kernels for other sizes may give other bits."""
-    texts = [random_tokens(count, seed=count).tolist() for count in (9, 30, 61)]
+    texts = [random_tokens(count, seed=count).tolist() for count in lengths]
 
     def scored(batch_invariant: bool, cut: int, seqs: int) -> bytes:
         path, _, kernels = built(family, quant, batch_invariant=batch_invariant)
@@ -229,7 +231,7 @@ def check_batch_invariant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The KV cache cannot hold all texts at once, so that some are preempted; decoding replays graphs."""
     path, _, kernels = built("llama", "bf16")
-    prompts = [random_tokens(count, seed=count).tolist() for count in (25, 29, 27, 26)]
+    prompts = [random_tokens(count, seed=count).tolist() for count in (27, 30, 29, 28)]
     told, device = [], device_for(kernels)
     for family in ("cpu", "cuda"):
         with EngineFile.open(path) as file:
@@ -239,7 +241,7 @@ def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
             if family == "cuda":
                 monkeypatch.setattr(core, "open_executor", lambda one, config: CudaExecutor(one, device, config))
             running, readers = core.EngineCore(engine, limits), [Deltas() for _ in prompts]
-            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
             for prompt, reader in zip(prompts, readers, strict=True):
                 running.add(running.request(prompt, params, reader.put))
             while running.has_work:
@@ -247,8 +249,8 @@ def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
                     request.sink(delta)
             told.append([reader.tokens for reader in readers])
             assert running.stats().num_preemptions > 0
-    assert told[0] == told[1] and all(len(tokens) == 12 for tokens in told[0])
-    assert device.replays > 10 if isinstance(device, EmulatedDevice) else device.name
+    assert told[0] == told[1] and all(len(tokens) == 8 for tokens in told[0])
+    assert device.replays > 5 if isinstance(device, EmulatedDevice) else device.name
 
 
 @pytest.mark.skipif(Kernels is not EmulatedKernels, reason="it is the emulated GPU's memory that is counted")
