@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     the time that is left at the end.
     """
     seconds = _durations()
-    items.sort(key=lambda item: -seconds.get(name_of(item.path), float("inf")))
+    order = {path: -seconds.get(name_of(path), float("inf")) for path in {item.path for item in items}}
+    items.sort(key=lambda item: order[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -252,7 +252,7 @@ def test_the_bytes_do_not_depend_on_threads(
 ) -> None:
     for threads in ("1", "2"):
         monkeypatch.setenv("ENGINEWRIGHT_NUM_THREADS", threads)
-        build_engine(checkpoint, BuildConfig(quant=quant, calib_size=5), tmp_path / threads)
+        build_engine(checkpoint, BuildConfig(quant=quant, calib_size=3), tmp_path / threads)
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
 
 

@@ -39,7 +39,7 @@ from tests.helpers.prompts import PROMPTS
 from tests.helpers.tiny_gguf import state_of
 
 NEW_TOKENS = 64
-TEXTS = 5
+TEXTS = 3  # tests/long has more
 TEXTS_OF_BF16 = 1  # transformers takes five times as long for it as in fp32, where a CPU has no bf16 of its own
 FORMS = {"fp8 block": Fp8(fp8_scales="block")}
 
@@ -155,14 +155,17 @@ def mean_kl(reference: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_gguf: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Reference:
+def reference(
+    request: pytest.FixtureRequest, smollm2_gguf: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Reference:
+    texts_count: int = request.module.TEXTS
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
         )
-        for prompt in PROMPTS[:: len(PROMPTS) // TEXTS]
+        for prompt in PROMPTS[:: -(-len(PROMPTS) // texts_count)]
     ]
-    with LLM(built(smollm2_gguf, "bf16"), max_model_len=256, max_num_seqs=TEXTS) as llm:
+    with LLM(built(smollm2_gguf, "bf16"), max_model_len=256, max_num_seqs=texts_count) as llm:
         written = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True))
     texts = [prompt + list(one.outputs[0].token_ids) for prompt, one in zip(prompts, written, strict=True)]
     return Reference(model, prompts, texts)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from enginewright.builder.harmless_keys import HARMLESS
 from enginewright.builder.models import build_graph
 from tests import tolerances
 from tests.checkpoint import test_config_keys, test_hybrids, test_models
@@ -44,6 +45,19 @@ def test_a_harmless_key_by_itself(family: str, overrides: dict[str, Any], table:
             assert odd.taken.keys() == {key}, f"{key}: transformers takes none of the odd values"
             assert content_with(reference, odd.config) == unchanged, odd.taken
             assert np.abs(odd.numbers - logits).max() < tolerances.HYBRID_LOGITS, odd.taken
+
+
+test_any_one_unknown_key_is_refused_by_name = repeated(
+    test_config_keys.test_any_one_unknown_key_is_refused_by_name,
+    ("family", "start"),
+    others(test_config_keys.UNKNOWN, test_config_keys.SOME_UNKNOWN),
+)
+
+
+@pytest.mark.parametrize("family", others(FAMILIES, ["llama"]))
+def test_each_value_of_the_keys_of_all_families(family: str) -> None:
+    own = test_config_keys.harmless_of(family)
+    test_config_keys.check_values(family, {key: entry for key, entry in HARMLESS.items() if key not in own})
 
 
 test_odd_values_of_harmless_keys_change_nothing_in_transformers = repeated(

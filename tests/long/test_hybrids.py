@@ -11,6 +11,7 @@ from enginewright.runtime.engine import Engine
 from tests import tolerances
 from tests.checkpoint import test_hybrids as short
 from tests.checkpoint.test_hybrids import GREEDY, config_of, engine_of, generated, texts
+from tests.checkpoint.test_models import case_id
 from tests.helpers.breadth import others, repeated
 from tests.helpers.graphs import relative_error
 from tests.helpers.llm import tokens_of
@@ -20,6 +21,12 @@ PROMPT, STEPS = 3000, 200
 LONGEST = PROMPT + STEPS + 1
 OTHERS = others(HYBRIDS, OF_EACH_STATE)
 
+test_logits_are_those_of_transformers = repeated(
+    short.test_logits_are_those_of_transformers,
+    ("family", "overrides"),
+    others(short.CASES, short.SOME_CASES),
+    ids=case_id,
+)
 test_bits_are_the_same_alone_and_with_others_however_prompts_are_cut = repeated(
     short.test_bits_are_the_same_alone_and_with_others_however_prompts_are_cut, "family", OTHERS
 )

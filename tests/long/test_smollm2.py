@@ -4,6 +4,7 @@ from tests import tolerances
 from tests.build import test_smollm2 as short
 from tests.helpers.breadth import others, repeated
 
+TEXTS = 5
 bf16_logits, reference = short.bf16_logits, short.reference
 model, reader, tokenizer = short.model, short.reader, short.tokenizer
 

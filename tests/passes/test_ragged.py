@@ -108,7 +108,7 @@ PASSES = [
     for name in ("fuse_rope_kv_write", "round_in_producer", "gather_early")
     for case, kind in in_turn([*CASES, "qwen3_5_text"], KINDS)
 ]
-SOME_PASSES = PASSES[::3]
+SOME_PASSES = PASSES[::7]
 FINISHED = in_turn([*CASES], QUANTS)
 SOME_FINISHED = [each for n, each in enumerate(FINISHED) if n % 4 in (0, 3)]
 CODES = [(case, dtype) for case in CASES for dtype in tolerances.KV_LOGITS]
