@@ -103,7 +103,7 @@ def test_resources_are_what_the_assembler_reports(sm: str, made: dict[str, dict[
         found = made[sm][kernel]
         numbers = (found.registers, found.local_bytes, found.static_shared_bytes)
         assert numbers == reported(kernel.expression, sm)
-    assert made[sm][ADD].local_bytes == 0 < made[sm][LOCAL].local_bytes
+    assert made[sm][ADD].local_bytes == 0 < min(made[sm][kernel].local_bytes for kernel in (LOCAL, SPILL))
     assert made[sm][ADD].static_shared_bytes == 128
 
 
@@ -281,25 +281,27 @@ def prefill(head_dim: int, **more: object) -> str:
     return Attention(Heads(8, 2, head_dim), wgmma=True, **more).launches()[0].kernel  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("header", "expression", "waits"),
-    [
-        ("gemm_wgmma", wgmma("bf16", 70, bias=True), False),  # one warpgroup
-        ("gemm_wgmma", wgmma("bf16", 300, epilogue="swiglu", large=True), False),  # two
-        ("gemm_wgmma", wgmma("w8a16", 300, large=True), False),
-        ("gemm_wgmma", wgmma("w4a16", 300, group=128, zeros=True, large=True), False),
-        ("gemm_wgmma", wgmma("w8a8", 300, group=32, epilogue="geglu", large=True), False),
-        ("paged_prefill_wgmma", prefill(64), False),
-        ("paged_prefill_wgmma", prefill(128), False),
-        ("paged_prefill_wgmma", prefill(128, window=1000, softcap=50.0, out="f32"), False),
-        ("gemm_wgmma", wgmma("fp8a8", 70, bias=True), False),
-        ("gemm_wgmma", wgmma("fp8a8", 4096, epilogue="swiglu", to="bf16", large=True), False),
-        ("gemm_wgmma", wgmma("fp8a8", 300, group=128, epilogue="swiglu", large=True), False),
-        ("gemm_wgmma", wgmma("fp8a8", 300, group=32, large=True), False),
-        ("wgmma_product", "wgmma_product<Kind::bf16, 8, 128, Fault::none>", False),
-        ("wgmma_product", "wgmma_product<Kind::bf16, 8, 128, Fault::reads_d>", True),
-    ],
-)
+IN_FLIGHT = [
+    ("gemm_wgmma", wgmma("bf16", 70, bias=True), False),  # one warpgroup
+    ("gemm_wgmma", wgmma("bf16", 300, epilogue="swiglu", large=True), False),  # two
+    ("gemm_wgmma", wgmma("w8a16", 300, large=True), False),
+    ("gemm_wgmma", wgmma("w4a16", 300, group=128, zeros=True, large=True), False),
+    ("gemm_wgmma", wgmma("w8a8", 300, group=32, epilogue="geglu", large=True), False),
+    ("paged_prefill_wgmma", prefill(64), False),
+    ("paged_prefill_wgmma", prefill(128), False),
+    ("paged_prefill_wgmma", prefill(128, window=1000, softcap=50.0, out="f32"), False),
+    ("gemm_wgmma", wgmma("fp8a8", 70, bias=True), False),
+    ("gemm_wgmma", wgmma("fp8a8", 4096, epilogue="swiglu", to="bf16", large=True), False),
+    ("gemm_wgmma", wgmma("fp8a8", 300, group=128, epilogue="swiglu", large=True), False),
+    ("gemm_wgmma", wgmma("fp8a8", 300, group=32, large=True), False),
+    ("wgmma_product", "wgmma_product<Kind::bf16, 8, 128, Fault::none>", False),
+    ("wgmma_product", "wgmma_product<Kind::bf16, 8, 128, Fault::reads_d>", True),
+]
+# Each format and each tile; tests/long has the other sizes and epilogues.
+SOME_IN_FLIGHT = [case for n, case in enumerate(IN_FLIGHT) if n not in (6, 9, 11)]
+
+
+@pytest.mark.parametrize(("header", "expression", "waits"), SOME_IN_FLIGHT)
 def test_products_of_warpgroups_stay_in_flight(header: str, expression: str, waits: bool) -> None:
     """The assembler says where it makes them wait; and nothing is spilled."""
     log = assembler_log(f'#include "{header}.cuh"\nusing namespace enginewright;\n', expression, "sm_90a")
@@ -410,7 +412,7 @@ def few_families_instances() -> list[Instance]:
     return found
 
 
-def test_kernels_of_few_families_are_compiled(sms: Sequence[str] = ("sm_80", "sm_120")) -> None:
+def test_kernels_of_few_families_are_compiled(sms: Sequence[str] = ("sm_120",)) -> None:
     """tests/long has all architectures."""
     found = few_families_instances()
     for sm, compiled in compile_kernels(found, sms).items():

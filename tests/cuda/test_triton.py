@@ -81,8 +81,8 @@ def test_the_same_bytes_again(made: dict[str, Compiled], tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     for name, value in {"TRITON_DEFAULT_FP_FUSION": "1", "DISABLE_PTXAS_OPT": "1", "NVRTC_APPEND_FLAGS": "-G"}.items():
         monkeypatch.setenv(name, value)
-    again = compile_kernels([SCAN], ["sm_90a", "sm_120"], cache=tmp_path / "cache")
-    assert again == {sm: {SCAN: made[sm]} for sm in ("sm_90a", "sm_120")}
+    again = compile_kernels([SCAN], ["sm_90a"], cache=tmp_path / "cache")
+    assert again == {"sm_90a": {SCAN: made["sm_90a"]}}
     assert made["sm_120"].cubin != made["sm_80"].cubin
     for compiled in made.values():
         assert str(ROOT).encode() not in compiled.cubin and b"/tmp" not in compiled.cubin

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cuda.kernels import test_gemm as short
 from tests.emulator.kernels import SCHEDULES, Kernels
 from tests.helpers.cuda_gemm import WEIGHTS, Gemm, Problem, compiled, error
 
@@ -45,6 +46,11 @@ def test_products_of_any_shape(wgmma: bool, format: str, seed: int) -> None:
         assert error(result, expected) < gemm.tolerance, (gemm, tokens)
         for schedule in SCHEDULES[:2]:
             assert torch.equal(problem.run(kernels, schedule), result), (gemm, tokens, schedule)
+
+
+@pytest.mark.parametrize("sm", [89, 90])
+def test_gpus_multiply_fp8_in_their_own_ways(sm: int) -> None:
+    short.check_fp8(sm, [(gemm, tokens) for gemm, tokens in short.CALLS if gemm.format == "fp8a8"])
 
 
 @pytest.mark.parametrize("seed", range(12))

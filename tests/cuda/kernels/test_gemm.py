@@ -73,8 +73,11 @@ def test_products_are_those_of_the_packed_weights(kernels: Kernels, gemm: Gemm, 
 
 @pytest.mark.parametrize("sm", [89, 90])
 def test_gpus_multiply_fp8_in_their_own_ways(sm: int) -> None:
+    check_fp8(sm, [(gemm, counts[-1]) for gemm, counts in CASES if gemm.format == "fp8a8"])  # tests/long has all
+
+
+def check_fp8(sm: int, calls: list[tuple[Gemm, int]]) -> None:
     """FP8 is multiplied as it is, or as f16; in code for SM 80, as bf16."""
-    calls = [(gemm, tokens) for gemm, tokens in CALLS if gemm.format == "fp8a8"]
     kernels = compiled(calls, sm)
     for gemm, tokens in calls:
         problem = Problem(gemm, tokens)
