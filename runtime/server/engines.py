@@ -281,13 +281,17 @@ class Engines:
 
     def cards(self) -> dict[str, Any]:
         """The response of /v1/models: all engines, on a single page of Anthropic's API."""
-        names = self.names
-        data = [self.card(name) for name in names]
+        found = map(self._find, self.names)
+        models = [model for model in found if model is not None]  # the file of an adapter may be removed meanwhile
+        names, data = [model.name for model in models], [self._card(model) for model in models]
         return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
     def card(self, name: str) -> dict[str, Any]:
         """A model in /v1/models: keys of OpenAI's API, ours, vLLM's of adapters, and those of Anthropic's."""
-        _, engine, adapter = self.find(name)
+        return self._card(self.find(name))
+
+    def _card(self, model: NamedModel) -> dict[str, Any]:
+        name, engine, adapter = model
         max_model_len = None if engine.info is None else engine.info.max_model_len
         return {
             "id": name,

@@ -13,6 +13,7 @@ from enginewright.adapter_sites import Site
 from enginewright.plan import AdaptersOperand, Buffer, BufferOperand, Input, KernelCall, Operand, Plan, linear
 
 SLOTS = Input("adapter_slots", linear(tokens=1))  # slot of each token's adapter; -1: none
+KERNEL = "adapter_delta@1"  # kernel that computes what adapters add; no op of a graph has it
 RANK_ALIGN = 16  # ranks of a site are padded to a multiple of this
 ROWS = (linear(tokens=1), linear(logit_rows=1))  # rows of products that may have adapters
 
@@ -59,7 +60,7 @@ def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int) -> Plan:
             added[role] = BufferOperand(len(buffers) - 1, 0, columns)
         read = {role: operand for role, operand in call.operands.items() if role in ("x", "x_scale")}
         group = {name: call.attributes[name] for name in ("group",) if "x_scale" in read}
-        calls.append(KernelCall("adapter_delta@1", {**read, **added}, group))
+        calls.append(KernelCall(KERNEL, {**read, **added}, group))
         operands = {**call.operands, "adapters": added["adapters"], "delta": added["delta"]}
         calls.append(msgspec.structs.replace(call, operands=operands))
     extended = msgspec.structs.replace(plan, inputs=(*plan.inputs, SLOTS), buffers=tuple(buffers), calls=tuple(calls))

@@ -87,7 +87,8 @@ class EngineFile:
         try:
             if engine.manifest.engine is not None and not adapters:
                 why = f"it is for the engine with the content {engine.manifest.engine}"
-                raise UsageError(f"{path} is an adapter, not an engine", why, "Name its engine.")
+                fix = "Name its engine, and this file with --lora-modules."
+                raise UsageError(f"{path} is an adapter, not an engine", why, fix)
             if check_sections:
                 damaged = engine.verify_sections(name for name in engine.sections if not name.startswith(WEIGHTS))
                 if damaged:
