@@ -9,6 +9,7 @@ for output in llm.generate(["The capital of France is"], SamplingParams(temperat
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
 from pathlib import Path
@@ -36,7 +37,6 @@ from enginewright.runtime.api.embeddings import (
     vector_of,
 )
 from enginewright.runtime.api.engine_thread import AnyRequest, EngineThread, close_all
-from enginewright.runtime.api.lora_request import Adapter, adapters_of
 from enginewright.runtime.api.progress_bar import ProgressBar
 from enginewright.runtime.api.vllm_options import check_call_options, runtime_config
 from enginewright.runtime.core.embedding_core import EmbeddingCore, TextTokens, open_core
@@ -65,6 +65,18 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 OnProgress = Callable[[int, int], None]
 OnOutput = Callable[[int, RequestOutput], None]
 Priority = int | Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """Names the adapter that an answer is computed with."""
+
+    lora_name: str  # name of the adapter
+    lora_int_id: int = 0  # number of the adapter in vLLM, of no use here
+    lora_path: str = ""  # adapter file, as `engine adapter` makes it
+
+
+Adapter = LoRARequest | Sequence[LoRARequest | None] | None  # of all prompts, or one for each
 
 
 class LLM:
@@ -368,7 +380,7 @@ class LLM:
             raise UsageError(f"on_progress is {shorten(on_progress)}", "it must be a function of two numbers")
         refuse_answers(self.engine)
         inbox, num = _Inbox(), len(prompts)
-        adapters = adapters_of(lora_request, num, self._core)
+        adapters = _adapters_of(lora_request, num, self._core)
         each = zip(prompts, self._params(sampling_params, num), _works(priority, num), adapters, strict=True)
         collectors = [
             self._collector(prompt, params, inbox.sink(index), cache_salt, work, adapter)
@@ -506,3 +518,33 @@ def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if len(prompts) > 0 and all(isinstance(one, Integral) for one in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _adapters_of(given: Adapter, count: int, core: object) -> Sequence[AdapterFile | None]:
+    """Opens the adapters of some prompts.
+
+    Args:
+        given: the adapter of all prompts, or one for each.
+        count: number of prompts.
+        core: core of the engine.
+
+    Raises:
+        UsageError: the number of adapters is another one, or an adapter does not fit the engine.
+        EngineError: a file cannot be read.
+    """
+    if given is None:
+        return [None] * count
+    wanted: list[object] = list(given) if isinstance(given, list | tuple) else [given] * count
+    if len(wanted) != count:
+        raise UsageError(f"lora_request has {len(wanted)} adapters", f"there are {count} prompts")
+    return [None if one is None else _open_adapter(one, core) for one in wanted]
+
+
+def _open_adapter(wanted: object, core: object) -> AdapterFile:
+    if not isinstance(wanted, LoRARequest):
+        raise UsageError(f"lora_request is {shorten(wanted)}", "it must be a LoRARequest")
+    if not wanted.lora_path:
+        raise UsageError(f"the adapter {wanted.lora_name} has no file", "lora_path is empty")
+    if not isinstance(core, EngineCore):
+        raise UsageError(f"the adapter {wanted.lora_name} cannot be used", "the engine generates no text")
+    return core.open_adapter(Path(wanted.lora_path))

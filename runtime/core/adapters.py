@@ -51,11 +51,6 @@ class Adapters:
         self._open: OrderedDict[Path, tuple[tuple[int, ...], AdapterFile]] = OrderedDict()
         self._lock = Lock()
 
-    @property
-    def num_open(self) -> int:
-        """Number of open adapters."""
-        return len(self._open)
-
     def get(self, path: Path) -> AdapterFile:
         """Returns the adapter of a file, which is opened and checked if it is not open.
 

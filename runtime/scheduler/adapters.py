@@ -23,7 +23,7 @@ class AdapterSlots:
         self._idle: OrderedDict[str, None] = OrderedDict()  # loaded adapters without sequences, the last used last
 
     def has_room(self, adapter: AdapterFile | None) -> bool:
-        """True if a sequence with this adapter can run now."""
+        """True if a sequence with it can run now."""
         return adapter is None or adapter.content_hash in self._slots or bool(self._free or self._idle)
 
     def acquire(self, adapter: AdapterFile | None) -> int:
@@ -42,7 +42,7 @@ class AdapterSlots:
         return self._slots[key]
 
     def release(self, adapter: AdapterFile | None) -> None:
-        """Ends the use of a sequence that runs no longer."""
+        """Ends a sequence's use of its slot."""
         if adapter is None:
             return
         key = adapter.content_hash

@@ -6,9 +6,9 @@ from dataclasses import replace
 from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
 from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import model_plan
 from enginewright.runtime.device.devices import Executor, open_executor
 from enginewright.runtime.device.memory_plan import FREE_SHARE, MemoryPlan, limits_of, plan_memory, sequence_bytes
-from enginewright.runtime.device.model_plan import model_plan
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.speculation.draft import DraftModel
 from enginewright.runtime.speculation.head import HeadModel

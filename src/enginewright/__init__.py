@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enginewright.runtime.api.async_llm import AsyncEngineArgs, AsyncLLM
     from enginewright.runtime.api.beam_outputs import BeamSearchParams
-    from enginewright.runtime.api.llm import LLM
-    from enginewright.runtime.api.lora_request import LoRARequest
+    from enginewright.runtime.api.llm import LLM, LoRARequest
     from enginewright.runtime.core.outputs import CompletionOutput, RequestOutput
     from enginewright.runtime.core.prompts import TextPrompt, TokensPrompt
     from enginewright.runtime.sampling.parameters import RequestOutputKind, SamplingParams
@@ -37,12 +36,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Imports a public name at its first use: the command and the builder do without them."""
     match name:
-        case "LLM":
+        case "LLM" | "LoRARequest":
             module = "api.llm"
         case "AsyncEngineArgs" | "AsyncLLM":
             module = "api.async_llm"
-        case "LoRARequest":
-            module = "api.lora_request"
         case "BeamSearchParams":
             module = "api.beam_outputs"
         case "CompletionOutput" | "RequestOutput":

@@ -340,7 +340,7 @@ class CacheOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class AdaptersOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="adapters"):
-    """What the adapters of a step's rows change of a linear layer. An engine's file has none (adapter_plan.py)."""
+    """The changes of a linear layer by the adapters of a step's rows. No engine file has one (adapter_plan.py)."""
 
     site: int  # index of the layer among the engine's adapter sites
 

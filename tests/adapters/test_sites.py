@@ -120,7 +120,7 @@ def test_sites_of_a_checkpoint_in_act_order(order: str) -> None:
 
 
 def test_sites_of_a_gguf_file(tmp_path: Path) -> None:
-    """They have transformers' names of layers, and its order of rows, whatever that of the file."""
+    """Sites have transformers' names of layers and order of rows, which a GGUF file does not."""
     model = tiny_gguf.tiny_model("llama")
     path = tiny_gguf.write_model(tmp_path / "x.gguf", "llama", model).finish()
     config = BuildConfig(gate=None)

@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass
 class Adapter:
-    """What an adapter changes of a layer with this number of columns."""
+    """The changes of a layer with this number of columns by an adapter."""
 
     columns: int
     pieces: list[Piece]

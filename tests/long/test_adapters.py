@@ -29,7 +29,7 @@ GONE = "gone"  # what a name means without an adapter
 
 
 class History:
-    """What each name has meant, and since when."""
+    """The meanings of each name, with the time since which it has had them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
