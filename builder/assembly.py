@@ -341,7 +341,7 @@ def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes
 
 
 def _adapter_sites(lowered: Sequence[Lowered], dense: ir.Model) -> dict[str, bytes]:
-    """Makes the sections for adapters, which are served on CPUs and generate text."""
+    """Makes the sections for adapters, of engines that generate text on CPUs."""
     head = head_of(dense)
     of_cpu = [entry for entry in lowered if entry.plan.target == CPU and entry.plan.generates]
     return site_sections(of_cpu[0].plan, of_cpu[0].weights, head.weight.name if head else None) if of_cpu else {}

@@ -1,4 +1,4 @@
-"""The slots of an executor, each of which holds an adapter that running sequences use."""
+"""The slots of an executor for the adapters of running sequences."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from enginewright.adapter_file import AdapterFile
 
 
 class AdapterSlots:
-    """Gives the adapters of running sequences slots. One that no sequence uses stays until its slot is needed.
+    """Gives running sequences slots with their adapters. An idle adapter stays until its slot is needed.
 
     Args:
         num_slots: number of slots, which is how many adapters a step may have.
