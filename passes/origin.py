@@ -1,11 +1,10 @@
-"""The way of a weight's numbers from the checkpoint: their rows and columns there, and the factors on them.
+"""The positions of a weight's numbers in the checkpoint, and the factors on them.
 
-Adapters are trained for the checkpoint's layers, and engines have these fused, reordered and scaled. An origin travels
-with a tensor through all that, and says how an adapter has to change:
+Engines have layers fused, reordered and scaled. An origin goes with a tensor:
 
     weight[i, j] = row_factors[i] · stored[rows[i], column_order[j]] · column_factors[j]
 
-before rounding and quantization, with the stored layer as [out, in]. A change that cannot be said so drops the origin.
+before rounding, stored as [out, in]. A change that it cannot express drops the origin.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The positions of the numbers of a weight [N, K], or of a bias [N], in the checkpoint."""
+    """The positions of a weight [N, K] or bias [N] in the checkpoint."""
 
     rows: tuple[tuple[str, torch.Tensor], ...]  # (name of a tensor, its rows) that follow each other, N in all
     row_factors: torch.Tensor | None = None  # FLOAT [N]; None: all are 1

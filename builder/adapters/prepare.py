@@ -15,8 +15,7 @@ from enginewright import __version__
 from enginewright.adapter_file import ADAPTER, MAX_RANK, AdapterEntries, SiteEntry
 from enginewright.adapter_sites import read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
-from enginewright.builder.adapters.engine_weights import open_section, open_weight
-from enginewright.builder.adapters.layers import EngineLayer
+from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
 from enginewright.builder.adapters.sites import weight_of
 from enginewright.builder.lower import PackedForm, pack
 from enginewright.builder.progress import Progress, Silent

@@ -7,7 +7,7 @@ from enginewright.adapter_file import AdapterFile
 
 
 class AdapterSlots:
-    """Gives running sequences slots with their adapters. An idle adapter stays until its slot is needed.
+    """Gives running sequences slots. An idle adapter stays until its slot is needed.
 
     Args:
         num_slots: number of slots, which is how many adapters a step may have.

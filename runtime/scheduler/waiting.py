@@ -18,8 +18,8 @@ from enginewright.runtime.step.work_class import BEST_EFFORT, WorkClass
 class WaitingSequences:
     """Queues of waiting sequences, one for each class of work.
 
-    A sequence is admitted when the cache has free blocks for all its tokens, and one more for each running sequence,
-    and when there is a slot for its adapter.
+    A sequence is admitted when there are free blocks for all its tokens, one more for each running sequence, and a slot
+    for its adapter.
 
     The next one has the most urgent work. Among equally urgent ones it belongs to the tenant with the fewest computed
     tokens, and among these it has arrived first. A smaller sequence never overtakes it.
@@ -28,7 +28,7 @@ class WaitingSequences:
         cache: the KV cache.
         prefixes: shared prefixes.
         clock: gives the time in seconds, by which the priority of waiting sequences ages.
-        adapters: slots for the adapters of sequences; None: no sequence has one.
+        adapters: slots for adapters; None: no sequence has one.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class WaitingSequences:
         clock: Callable[[], float],
         adapters: AdapterSlots | None = None,
     ) -> None:
-        self._cache, self._prefixes, self._clock, self._adapters = cache, prefixes, clock, adapters
+        self._cache, self._prefixes, self._clock = cache, prefixes, clock
+        self._adapters = adapters
         self._queues: dict[WorkClass, list[TokenSequence]] = {}  # each in the order of arrival; none is empty
         self._arrivals: dict[TokenSequence, int] = {}  # number of arrival of each sequence that has not ended
         self._num_arrivals = 0
