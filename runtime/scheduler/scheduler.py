@@ -78,7 +78,8 @@ class Scheduler:
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
         self._events: CacheEvents | None = None
         self._adapters = adapters
-        self._waiting = WaitingSequences(self._cache, self._prefixes, clock, adapters)
+        self._waiting = WaitingSequences(self._cache, self._prefixes, clock)
+        self._waiting.adapters = adapters
         self._running: list[TokenSequence] = []  # the most urgent first, equally urgent ones by arrival
         self._chunks = PromptChunks(self._cache, chunk, cost, goal=goal, whole=whole_texts)
         self._packer = Packer(groups, limits)

@@ -28,18 +28,10 @@ class WaitingSequences:
         cache: the KV cache.
         prefixes: shared prefixes.
         clock: gives the time in seconds, by which the priority of waiting sequences ages.
-        adapters: slots for adapters; None: no sequence has one.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        prefixes: SharedPrefixes,
-        clock: Callable[[], float],
-        adapters: AdapterSlots | None = None,
-    ) -> None:
+    def __init__(self, cache: Cache, prefixes: SharedPrefixes, clock: Callable[[], float]) -> None:
         self._cache, self._prefixes, self._clock = cache, prefixes, clock
-        self._adapters = adapters
         self._queues: dict[WorkClass, list[TokenSequence]] = {}  # each in the order of arrival; none is empty
         self._arrivals: dict[TokenSequence, int] = {}  # number of arrival of each sequence that has not ended
         self._num_arrivals = 0
@@ -47,6 +39,7 @@ class WaitingSequences:
         self._shares = TenantShares()
         self.stored: StoredPrefixes | None = None  # shared prefixes in stores
         self.writer: PrefixWriter | None = None  # writes blocks from stores or another server; None: there are none
+        self.adapters: AdapterSlots | None = None  # slots for adapters; None: no sequence has one
         self.no_room = False  # true if the next one lacks free blocks; reset when a sequence leaves or arrives
         self.num_prompt_tokens = 0  # prompt tokens of admitted sequences, without siblings
         self.num_cached_prompt_tokens = 0  # number of these that were in the prefix cache
@@ -150,7 +143,7 @@ class WaitingSequences:
         if found is None:
             return None
         sequence, level = found
-        if self._adapters is not None and not self._adapters.has_room(sequence.adapter):
+        if self.adapters is not None and not self.adapters.has_room(sequence.adapter):
             self.no_room = True
             return None
         keys = self._shared_keys(sequence, len(running), copies)
