@@ -16,10 +16,10 @@ from enginewright.runtime.step.work_class import BEST_EFFORT, WorkClass
 
 
 class WaitingSequences:
-    """Queues of waiting sequences, one for each class of work.
+    """Queues of waiting sequences, one for each work class.
 
-    A sequence is admitted when there are free blocks for all its tokens, one more for each running sequence, and a slot
-    for its adapter.
+    A sequence is admitted when there are blocks for its tokens, one more for each running sequence, and a slot for its
+    adapter.
 
     The next one has the most urgent work. Among equally urgent ones it belongs to the tenant with the fewest computed
     tokens, and among these it has arrived first. A smaller sequence never overtakes it.
@@ -39,7 +39,7 @@ class WaitingSequences:
         self._shares = TenantShares()
         self.stored: StoredPrefixes | None = None  # shared prefixes in stores
         self.writer: PrefixWriter | None = None  # writes blocks from stores or another server; None: there are none
-        self.adapters: AdapterSlots | None = None  # slots for adapters; None: no sequence has one
+        self.adapters: AdapterSlots | None = None  # slots, if any
         self.no_room = False  # true if the next one lacks free blocks; reset when a sequence leaves or arrives
         self.num_prompt_tokens = 0  # prompt tokens of admitted sequences, without siblings
         self.num_cached_prompt_tokens = 0  # number of these that were in the prefix cache
