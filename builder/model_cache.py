@@ -1,14 +1,14 @@
-"""`engine run MODEL`: builds the engine of a checkpoint once, and then finds it in the cache.
+"""Builds the engine of a checkpoint once (`engine run MODEL`), and prepares an adapter once (`--lora-modules`).
 
-A folder of the cache is named after the checkpoint and the options, and holds one engine. Heavy imports wait until
-there is something to build: a second start needs none of them.
+A folder of the cache is named after the checkpoint and the options, and holds one engine or adapter. Heavy imports wait
+until there is something to build: a second start needs none of them.
 """
 
 import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from math import prod
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from enginewright import __version__
 from enginewright.checkpoint_ref import find_checkpoint
+from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, NotEnoughMemoryError, UsageError
 from enginewright.printable import printable_lines
 from enginewright.runtime import env
@@ -28,7 +29,7 @@ from enginewright.targets import CPU, CUDA, SMS, choose_code, parse_targets
 if TYPE_CHECKING:
     from enginewright.builder.checkpoint import Checkpoint
 
-FOLDER = "engines"  # folder in the cache
+FOLDER, ADAPTERS = "engines", "adapters"  # folders in the cache
 # suffixes of files that an engine may depend on
 SOURCE_SUFFIXES = (".gguf", ".jinja", ".json", ".model", ".safetensors")
 WEIGHT_SHARE = 0.75  # share of the memory for weights; KV cache and activations have the rest
@@ -96,8 +97,7 @@ def cached_engine(
     """
     target = _target(device)
     identity = {"source": _identity(model), "quant": quant, "target": target, "version": __version__}
-    key = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    folder = env.cache_folder() / FOLDER / key
+    folder = _folder(FOLDER, identity)
     with _locked(folder, model):
         found = sorted(folder.glob("*.engine"))
         if found and not rebuild:
@@ -108,6 +108,65 @@ def cached_engine(
             if old != built:
                 old.unlink()
         return built
+
+
+def adapter_files(given: Mapping[str, Path], engines: Sequence[Path]) -> tuple[str, ...]:
+    """Replaces folders of adapters by their prepared files.
+
+    Args:
+        given: name → an adapter file, or a folder that PEFT has saved.
+        engines: files and folders of engines that are served.
+
+    Returns:
+        NAME=FILE of each.
+
+    Raises:
+        UsageError: there is a folder, and not exactly one engine; or as in `prepared_adapter`.
+        EngineError: as in `prepared_adapter`.
+    """
+    found = dict(given)
+    for name, path in given.items():
+        if not path.is_dir():
+            continue
+        if len(engines) != 1 or engines[0].is_dir():
+            why = "a folder is prepared for one engine, and there may be several"
+            raise UsageError(f"the adapter {path} cannot be prepared", why, "Prepare it with `engine adapter`.")
+        found[name] = prepared_adapter(path, engines[0]) or path
+    return tuple(f"{name}={path}" for name, path in found.items())
+
+
+def prepared_adapter(given: Path | None, engine: Path) -> Path | None:
+    """Prepares an adapter that PEFT has saved, if the cache does not have it; stderr shows what is done.
+
+    Args:
+        given: a folder, which is identified by the names, sizes and times of its files. What is no folder is returned.
+        engine: the engine file that it is for.
+
+    Raises:
+        UsageError: the folder holds no adapter, or the engine takes none.
+        UnsupportedModelError: as in `prepare`.
+        EngineError: as in `prepare`.
+    """
+    if given is None or not given.is_dir():
+        return given
+    with EngineFile.open(engine, check_sections=False) as file:
+        content = file.manifest.content_hash
+    folder = _folder(ADAPTERS, {"source": _identity(str(given)), "engine": content, "version": __version__})
+    with _locked(folder, str(given)):
+        path = folder / f"{given.resolve().name}.lora"
+        if path.exists():
+            return path
+
+        from enginewright.builder.commands import prepare_adapter
+
+        prepare_adapter(given, engine, path)
+        _say(f"{given} is prepared for {engine}: {path} takes {format_bytes(path.stat().st_size)}")
+        return path
+
+
+def _folder(kind: str, identity: Mapping[str, object]) -> Path:
+    key = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    return env.cache_folder() / kind / key
 
 
 def _build(model: str, quant: str | None, target: str, memory: int | None, folder: Path) -> Path:

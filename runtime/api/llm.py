@@ -245,7 +245,12 @@ class LLM:
         ]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> "DeltaStream":
         """Generates one completion (or n of them) as a stream of deltas. A request that is not valid raises at once.
 
@@ -255,11 +260,13 @@ class LLM:
             prompt: as in `generate`.
             sampling_params: as in `generate`, but only one.
             cache_salt: as in `generate`.
+            lora_request: the adapter of the answer; None: the engine's own weights.
         """
         refuse_answers(self.engine)
         params = params_of(sampling_params, self.engine)
-        inbox = _Inbox()
-        request = self._core.request(self.encode(prompt), params, inbox.sink(0), salt_of(prompt, cache_salt))
+        (adapter,) = _adapters_of(lora_request, 1, self._core)
+        inbox, salt = _Inbox(), salt_of(prompt, cache_salt)
+        request = self._core.request(self.encode(prompt), params, inbox.sink(0), salt, adapter=adapter)
         self._thread.submit(request)
         return DeltaStream(inbox, params.n, lambda: self._thread.abort(request))
 

@@ -24,7 +24,7 @@ import msgspec
 from enginewright.errors import EngineError, UsageError, WorkerLostError, shorten
 from enginewright.input_lines import read_lines
 from enginewright.output_file import is_regular, require_writable, same_file
-from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.api.llm import LLM, LoRARequest
 from enginewright.runtime.commands.batch_answers import AnswerKey, AnswerWriter, answer_key, keep_answers
 from enginewright.runtime.core.outputs import CompletionOutput, Delta, Logprob, RequestOutput, to_dicts
 from enginewright.runtime.core.params import default_params
@@ -164,7 +164,15 @@ def _openai_request(line: bytes, number: int) -> OpenAIBatchRequest:
     return OpenAIBatchRequest(number, fields.custom_id, fields.url, bytes(fields.body))
 
 
-def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, Any], *, resume: bool = False) -> None:
+def run_batch(
+    llm: LLM,
+    source: Path,
+    output: Path | None,
+    common: Mapping[str, Any],
+    lora: LoRARequest | None = None,
+    *,
+    resume: bool = False,
+) -> None:
     """Answers every line of `source` in a line of `output`, or of stdout.
 
     A body in OpenAI's format that is refused is answered with the error that the server would send. Any other error in
@@ -175,6 +183,7 @@ def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, 
         source: the file of requests.
         output: the file of answers; None is stdout.
         common: sampling options for lines without their own; None means the model's default.
+        lora: the adapter of all answers; None is none.
         resume: whether to keep the answers in `output`, and append the missing ones.
 
     Raises:
@@ -198,7 +207,7 @@ def run_batch(llm: LLM, source: Path, output: Path | None, common: Mapping[str, 
     can_resume = output is not None and all(one.key is not None for one in work)
     note = ": --resume computes the others" if can_resume else ""
     with AnswerWriter(output, len(requests), num_kept, resume=resume, note=note) as writer:
-        failed = _answer(llm, work, writer)
+        failed = _answer(llm, work, writer, lora)
     if failed == len(requests):
         raise EngineError("no request was answered", fix="The lines of the output say why.")
     if failed:
@@ -228,7 +237,7 @@ def _check_output(
             raise UsageError(f"{source}, line {request.line}", why, 'Give each line an "id".')
 
 
-def _answer(llm: LLM, work: Sequence[_PreparedRequest], writer: AnswerWriter) -> int:
+def _answer(llm: LLM, work: Sequence[_PreparedRequest], writer: AnswerWriter, lora: LoRARequest | None) -> int:
     """Computes and writes all answers; returns the number of errors among them."""
     owners = [
         (index, index_in_request) for index, one in enumerate(work) for index_in_request in range(len(one.prompts))
@@ -260,7 +269,7 @@ def _answer(llm: LLM, work: Sequence[_PreparedRequest], writer: AnswerWriter) ->
     params = [one.params for one in work for _ in one.prompts if one.params is not None]
     priorities = [one.priority for one in work for _ in one.prompts]
     prompts = [ids for one in work for ids in one.prompts]
-    llm.generate(prompts, params, use_tqdm=True, on_output=collect, priority=priorities)
+    llm.generate(prompts, params, use_tqdm=True, on_output=collect, priority=priorities, lora_request=lora)
     return failed
 
 

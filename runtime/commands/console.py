@@ -4,34 +4,69 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.errors import EngineError
 from enginewright.printable import printable
-from enginewright.runtime.api.llm import LLM
+from enginewright.runtime.api.llm import LLM, LoRARequest
 from enginewright.runtime.core.outputs import DETOKENIZER, Delta, to_dicts
 from enginewright.runtime.core.prompts import Prompt
 from enginewright.runtime.sampling.parameters import SamplingParams
 
 
-def print_json(llm: LLM, question: Prompt, params: SamplingParams, *, default_limit: int | None) -> None:
+def with_adapter(limits: Mapping[str, Any], lora: Path | None) -> tuple[Mapping[str, Any], LoRARequest | None]:
+    """Adds to the limits of an engine what one adapter needs.
+
+    Args:
+        limits: fields of RuntimeConfig.
+        lora: the adapter file; None is none.
+
+    Returns:
+        The limits, and the adapter of each request.
+
+    Raises:
+        UsageError: there is no such file, or it is no adapter.
+        CorruptEngineError: the file is damaged.
+    """
+    if lora is None:
+        return limits, None
+    with AdapterFile.open(lora) as adapter:
+        own = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max(adapter.max_rank, 1)}
+    return {**limits, **own}, LoRARequest(adapter.name, 1, str(lora))
+
+
+def print_json(
+    llm: LLM, question: Prompt, params: SamplingParams, lora: LoRARequest | None, *, default_limit: int | None
+) -> None:
     """Prints an answer as one JSON object on stdout.
 
     Args:
         llm: the engine.
         question: the prompt.
         params: the sampling parameters.
+        lora: the adapter; None is none.
         default_limit: the default of max_tokens; a note on stderr appears if it ended the answer. None: the user set a
             limit.
     """
-    (result,) = llm.generate(llm.encode(question), params)
+    (result,) = llm.generate(llm.encode(question), params, lora_request=lora)
     print(json.dumps(to_dicts(result)[0]))
     output = result.outputs[0]
     if output.finish_reason == "length" and len(output.token_ids) == default_limit:
         _note_limit(default_limit)
 
 
-def print_stream(llm: LLM, question: Prompt, params: SamplingParams, path: Path, *, default_limit: int | None) -> None:
+def print_stream(
+    llm: LLM,
+    question: Prompt,
+    params: SamplingParams,
+    path: Path,
+    lora: LoRARequest | None,
+    *,
+    default_limit: int | None,
+) -> None:
     """Prints an answer on stdout as it is generated, and its speed and a next command on stderr.
 
     Args:
@@ -39,13 +74,14 @@ def print_stream(llm: LLM, question: Prompt, params: SamplingParams, path: Path,
         question: the prompt.
         params: the sampling parameters.
         path: the engine file.
+        lora: the adapter; None is none.
         default_limit: as in `print_json`.
     """
     start = time.perf_counter()
     first = last = start
     count = 0
     delta = Delta(0, "", ())
-    for delta in llm.stream(question, params):
+    for delta in llm.stream(question, params, lora_request=lora):
         last = time.perf_counter()
         first = last if count == 0 else first
         count += 1

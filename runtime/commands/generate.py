@@ -7,7 +7,7 @@ from typing import Any
 from enginewright.errors import UsageError
 from enginewright.runtime.api.llm import LLM
 from enginewright.runtime.commands.batch import run_batch
-from enginewright.runtime.commands.console import print_json, print_stream
+from enginewright.runtime.commands.console import print_json, print_stream, with_adapter
 from enginewright.runtime.core.params import default_params
 from enginewright.runtime.core.prompts import Conversation, Prompt
 from enginewright.runtime.device.devices import open_engine
@@ -29,6 +29,7 @@ def generate(
     prompt_tokens: int,
     structure: Mapping[str, Any],
     limits: Mapping[str, Any],
+    lora: Path | None = None,
     **sampling: Any,
 ) -> None:
     """Answers one of `prompt`, `chat` and `batch`. The answer is printed on stdout, or written to `output`.
@@ -47,6 +48,7 @@ def generate(
         prompt_tokens: Maximum number of tokens of an answer to `prompt`, where `sampling` has no `max_tokens`.
         structure: `json_schema`, `json_object`, `regex`, `choice` and `grammar`, at most one of them given.
         limits: Fields of RuntimeConfig.
+        lora: An adapter file of the engine. None: Its own weights answer.
         sampling: Fields of SamplingParams. None stands for the model's own default.
 
     Raises:
@@ -60,18 +62,18 @@ def generate(
     if sampling["logprobs"] is not None and not (as_json or batch):
         raise UsageError("--logprobs needs --json", "the answer's text alone is printed without it", "Add --json.")
     sampling |= {"stop": sampling["stop"] or None} | _structured_outputs(structure)
-    limits = limits if batch else {**limits, "max_num_seqs": 1}
+    limits, adapter = with_adapter(limits if batch else {**limits, "max_num_seqs": 1}, lora)
     with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:
         if batch is not None:
-            run_batch(llm, batch, output, sampling, resume=resume)
+            run_batch(llm, batch, output, sampling, adapter, resume=resume)
             return
         default_limit = prompt_tokens if prompt is not None and sampling["max_tokens"] is None else None
         params = default_params(llm.engine, **sampling | ({"max_tokens": default_limit} if default_limit else {}))
         question = prompt if prompt is not None else _conversation(chat, system, chat_template_kwargs)
         if as_json:
-            print_json(llm, question, params, default_limit=default_limit)
+            print_json(llm, question, params, adapter, default_limit=default_limit)
         else:
-            print_stream(llm, question, params, engine, default_limit=default_limit)
+            print_stream(llm, question, params, engine, adapter, default_limit=default_limit)
 
 
 def _check_chat_options(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from enginewright.errors import UsageError
-from enginewright.runtime.api.llm import LLM, DeltaStream
-from enginewright.runtime.commands.console import refuse_failed
+from enginewright.runtime.api.llm import LLM, DeltaStream, LoRARequest
+from enginewright.runtime.commands.console import refuse_failed, with_adapter
 from enginewright.runtime.core.engine_kind import refuse_answers
 from enginewright.runtime.core.outputs import Delta
 from enginewright.runtime.core.params import default_params
@@ -40,6 +40,7 @@ def chat(
     no_thinking: bool,
     verify: bool,
     limits: Mapping[str, Any],
+    lora: Path | None = None,
     **sampling: Any,
 ) -> None:
     """Opens an engine and holds a conversation on the terminal until its end.
@@ -51,19 +52,20 @@ def chat(
         no_thinking: Turns the model's thinking off.
         verify: Checks the hashes of the weights first.
         limits: Fields of RuntimeConfig.
+        lora: An adapter file of the engine. None: Its own weights answer.
         sampling: Fields of SamplingParams. None stands for the model's own default.
 
     Raises:
         UsageError: The model writes no text, or an option does not fit its chat template.
         EngineError: The engine cannot be opened, or an answer fails.
     """
-    limits = {**limits, "max_num_seqs": 1}
+    limits, adapter = with_adapter({**limits, "max_num_seqs": 1}, lora)
     with open_engine(engine, limits["device"], verify=verify) as opened, LLM(opened, **limits) as llm:
         variables = chat_template_kwargs or {}
         if no_thinking:
             variables = without_thinking(llm.get_tokenizer(), variables)
         params = default_params(opened, **sampling)
-        TerminalChat(llm, params, system=system, template_kwargs=variables).run()
+        TerminalChat(llm, params, system=system, template_kwargs=variables, lora=adapter).run()
 
 
 def without_thinking(tokenizer: Tokenizer, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,15 +95,23 @@ class TerminalChat:
         params: the sampling parameters of every answer.
         system: the system message; None is none.
         template_kwargs: further variables of the chat template.
+        lora: the adapter of the answers; None is none.
 
     Raises:
         UsageError: the model writes no text, has no chat template, or does not accept the system message or variables.
     """
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, *, system: str | None = None, template_kwargs: Mapping[str, Any]
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+        template_kwargs: Mapping[str, Any],
+        lora: LoRARequest | None = None,
     ) -> None:
         refuse_answers(llm.engine)
+        self._lora = lora
         self._llm, self._params, self._template_kwargs = llm, params, template_kwargs
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.system = system
@@ -162,7 +172,7 @@ class TerminalChat:
         """
         with self._stopped_by_ctrl_c():
             messages, ids = self._fitting([*self.messages, {"role": "user", "content": text}])
-            self._stream = self._llm.stream(ids, self._params)
+            self._stream = self._llm.stream(ids, self._params, lora_request=self._lora)
             if self._stopped:
                 self._stream.abort()
             tokenizer = self._llm.engine.tokenizer

@@ -1,6 +1,7 @@
 """Answers with adapters: those of PEFT's model, the same bits in any batch, and never another adapter's KV cache."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
@@ -12,9 +13,11 @@ import torch
 
 from enginewright import LLM, LoRARequest, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.model_cache import adapter_files
 from enginewright.errors import UsageError
 from enginewright.runtime.core.outputs import RequestOutput
 from tests.helpers.adapters import logits, prepared, trained
+from tests.helpers.command import run_engine
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 from tests.tolerances import ADAPTED_LOGPROBS
@@ -199,3 +202,32 @@ def test_what_cannot_be_used_is_refused(llm: LLM, tmp_path: Path) -> None:
         pytest.raises(UsageError, match="max_lora_rank is 16"),
     ):
         small.generate([prompt(1, 9)], PARAMS, lora_request=adapted("llama").requests[3])
+
+
+def test_a_folder_of_peft_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`engine generate --lora` and `--lora-modules` with what PEFT has saved; batches and single answers have it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    case, folder, texts = adapted("llama"), adapted("llama").engine.parent / "0", ["The sea", "A hill, a river"]
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    limits = "--max-model-len", 60, "--temperature", 0, "--max-tokens", 9, "--ignore-eos"
+    with LLM(case.engine, enable_lora=True, **LIMITS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        right = [one.outputs[0].text for one in llm.generate(texts, params, lora_request=case.requests[1])]
+        base = [one.outputs[0].text for one in llm.generate(texts, params)]
+    assert right != base
+    for adapter, expected in (folder, right), (folder.with_suffix(".lora"), right), (None, base):
+        options = () if adapter is None else ("--lora", adapter)
+        result = run_engine("generate", case.engine, "--input", lines, *options, *limits)
+        assert result.exit_code == 0, result.output
+        assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == expected
+    (made,) = (tmp_path / "cache").rglob("*.lora")
+    before = made.stat()
+    assert adapter_files({"poet": folder}, [case.engine]) == (f"poet={made}",) and made.stat() == before
+    assert adapter_files({"poet": made}, [tmp_path]) == (f"poet={made}",)
+    with pytest.raises(UsageError, match="a folder is prepared for one engine"):
+        adapter_files({"poet": folder}, [case.engine, case.engine])
+    wrong = run_engine("generate", case.engine, "--lora", case.engine, "-p", "x")
+    assert wrong.exit_code == UsageError.exit_code and "is an engine, not an adapter" in wrong.output
+    empty = run_engine("generate", case.engine, "--lora", tmp_path, "-p", "x")
+    assert empty.exit_code == UsageError.exit_code and "holds no adapter_config.json" in empty.output

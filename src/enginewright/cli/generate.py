@@ -28,6 +28,14 @@ prompt_section, structure_section, output_section = (
     section("Output"),
 )
 
+LORA_OPTION = prompt_section(
+    "--lora",
+    type=click.Path(path_type=Path),
+    show_default="none",
+    help="An adapter that answers: a file that `engine adapter` made, or a folder that PEFT has saved, which is then "
+    "prepared once and kept in the cache.",
+)
+
 
 def refuse_stray_question(context: click.Context, engine: Path) -> None:
     """Refuses a question that was written after the engine without an option, and says how to ask it.
@@ -59,6 +67,7 @@ def refuse_stray_question(context: click.Context, engine: Path) -> None:
     help='Answer a file of requests in one batch. Each line is {"prompt": …} or {"messages": […]}, with an "id" and '
     "sampling options if they differ, or OpenAI's batch form.",
 )
+@LORA_OPTION
 @SAMPLING_OPTIONS
 @structure_section(
     "--json-schema",
@@ -124,9 +133,11 @@ def generate(context: click.Context, /, engine: Path, **options: Any) -> None:
 
     ENGINE is a file that `engine build` wrote. Give one of --prompt, --chat and --input.
     """
+    from enginewright.builder.model_cache import prepared_adapter
     from enginewright.runtime.commands.generate import generate as run_generate
 
     refuse_stray_question(context, engine)
+    options["lora"] = prepared_adapter(options["lora"], engine)
     limits, structure = pop_options(options, LIMITS), pop_options(options, STRUCTURE)
     run_generate(engine, limits=limits, structure=structure, prompt_tokens=PROMPT_TOKENS, **options)
 
@@ -179,6 +190,7 @@ def embed(engine: Path, texts: tuple[str, ...], lines: BinaryIO | None, **option
     is_flag=True,
     help="Let a model that can think answer without thinking: sets enable_thinking to false in its chat template.",
 )
+@LORA_OPTION
 @SAMPLING_OPTIONS
 @output_section(
     "--max-tokens",
@@ -195,8 +207,10 @@ def chat(context: click.Context, /, engine: Path, **options: Any) -> None:
     ENGINE is a file that `engine build` wrote. Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help lists
     the commands. Text from a pipe is read as one message a line, and only answers are printed on stdout.
     """
+    from enginewright.builder.model_cache import prepared_adapter
     from enginewright.runtime.commands.terminal_chat import chat as run_chat
 
     refuse_stray_question(context, engine)
+    options["lora"] = prepared_adapter(options["lora"], engine)
     limits = pop_options(options, LIMITS)
     run_chat(engine, limits=limits, **options)

@@ -1,5 +1,6 @@
 """The command `engine run`: a server for one engine or several."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,10 @@ model, address, overload, adapters = section("Model"), section("Address"), secti
 @adapters(
     "--lora-modules",
     multiple=True,
-    metavar="NAME=FILE",
+    metavar="NAME=ADAPTER",
     show_default="none",
-    help="An adapter that requests may name as their model; `engine adapter` makes the file. The option may be given "
-    "several times. With several engines, the model is ENGINE:NAME.",
+    help="An adapter that requests may name as their model: a file that `engine adapter` made, or, with one engine, a "
+    "folder that PEFT has saved. The option may be given several times. With several engines, name ENGINE:NAME.",
 )
 @adapters(
     "--lora-dir",
@@ -303,7 +304,7 @@ def run(
     request names it, and closed when its memory is needed. It may also be a MODEL, as for `engine build`: its engine is
     then built once, and kept in the cache. The server runs until SIGTERM or Ctrl-C.
     """
-    from enginewright.builder.model_cache import engine_files
+    from enginewright.builder.model_cache import adapter_files, engine_files
     from enginewright.runtime.server.config import ServerConfig
     from enginewright.runtime.server.log import STDERR, log_to
     from enginewright.runtime.server.serve import serve
@@ -312,5 +313,6 @@ def run(
     config = ServerConfig(**options)
     limits["enable_lora"] = config.has_adapters
     files = engine_files(engines, quant=quant, device=limits["device"], memory=config.memory, rebuild=rebuild)
+    config = replace(config, lora_modules=adapter_files(config.adapter_files, files))
     with log_to(STDERR, log_level, log_format) as announce:
         serve(files, config, announce=announce, verify=verify, **limits)
