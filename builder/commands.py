@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from enginewright.adapter_file import FactorDType
 from enginewright.builder.adapters import Adapter, open_merged
 from enginewright.builder.adapters.prepare import AdapterReport, prepare
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine, default_output, with_possible_kv
@@ -71,13 +72,16 @@ def rebuild_engine(engine: Path, **options: Any) -> dict[str, Any]:
         return rebuild(engine, progress, **options)
 
 
-def prepare_adapter(adapter: Path, engine: Path, output: Path | None) -> AdapterReport:
+def prepare_adapter(
+    adapter: Path, engine: Path, output: Path | None, dtype: FactorDType | None = None
+) -> AdapterReport:
     """Prepares an adapter for an engine, and shows the progress on stderr.
 
     Args:
         adapter: The folder of the adapter.
         engine: The engine file.
         output: The adapter file to write. None: ADAPTER.lora in the working directory.
+        dtype: The dtype of its matrices. None: By the dtypes of the engine's weights.
 
     Raises:
         UsageError: There is no such adapter or engine, the engine takes none, or the file cannot be written there.
@@ -88,7 +92,7 @@ def prepare_adapter(adapter: Path, engine: Path, output: Path | None) -> Adapter
         progress.phase("open the adapter")
         opened = Adapter(adapter)
         with Engine.open(engine) as base:
-            return prepare(opened, base, output or Path(f"{opened.name}.lora"), progress)
+            return prepare(opened, base, output or Path(f"{opened.name}.lora"), progress, dtype)
 
 
 def export_model(model: str, path: Path, dtype: str) -> None:

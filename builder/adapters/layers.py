@@ -1,17 +1,18 @@
 """Linear layers of an engine, as adapters of the checkpoint's layers change them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
-from enginewright.adapter_file import RANK_ALIGN, PieceEntry, SiteEntry
+from enginewright.adapter_file import RANK_ALIGN, FactorDType, PieceEntry, SiteEntry
 from enginewright.adapter_sites import Site, unusable
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.lower import PackedForm, unpack_rows
 from enginewright.engine_file import EngineFile
+from enginewright.passes.quant.int8_wo import quantize_rows
 from enginewright.passes.weights import RowReader
 from enginewright.plan import KernelCall, WeightOperand
 from enginewright.plugins.gemm.gemm_mxfp4a8 import DOUBLED
@@ -88,7 +89,7 @@ class EngineLayer:
         return {row for run in self.runs if run.module == module for row in run.rows.tolist()}
 
     def changed(
-        self, adapter: Adapter, weight: RowReader, bias: torch.Tensor | None
+        self, adapter: Adapter, weight: RowReader, bias: torch.Tensor | None, dtype: FactorDType
     ) -> tuple[SiteEntry, list[torch.Tensor]]:
         """Computes what an adapter changes.
 
@@ -96,9 +97,10 @@ class EngineLayer:
             adapter: the adapter, which fits.
             weight: reader of the engine's weight, FLOAT [N, K].
             bias: the engine's bias, FLOAT [N]; None if it has none that adapters can change.
+            dtype: dtype of the matrices.
 
         Returns:
-            The site's entry, and the numbers of its sections in FLOAT, in their order.
+            The site's entry, and the numbers of its sections in their order, in FLOAT if they are not INT8.
 
         Raises:
             EngineError: numbers are not finite.
@@ -122,12 +124,14 @@ class EngineLayer:
         tensors = [torch.cat(list(a.values())) * self._column_factors] if a else []
         rank = -(-sum(map(len, a.values())) // RANK_ALIGN) * RANK_ALIGN
         tensors = [torch.nn.functional.pad(one, (0, 0, 0, rank - len(one))) for one in tensors] + b
+        if tensors and dtype == "i8":
+            tensors = _coded(tensors[0], b, [piece.first_rank for piece in pieces])
         added = None if bias is None else self._added(adapter, {one.module: one for one in updates}, bias)
         tensors += [vector for vector in (added, gain) if vector is not None]
         if not all(bool(torch.isfinite(values.bfloat16()).all()) for values in tensors):
             raise adapter.error(f"what it adds to {site.weight} has numbers that are not finite")
         entry = SiteEntry(
-            site.weight, site.rows, site.columns, rank, tuple(pieces), added is not None, gain is not None
+            site.weight, site.rows, site.columns, rank, tuple(pieces), dtype, added is not None, gain is not None
         )
         return entry, tensors
 
@@ -153,6 +157,31 @@ class EngineLayer:
                 scaled = adapter.config.scale_of(run.module) * adapter.read(update, "b_bias")[run.rows]
                 added[of_run] += scaled * self._bias_factors[of_run]
         return added
+
+
+def _coded(a: torch.Tensor, b: Sequence[torch.Tensor], first_ranks: Sequence[int]) -> list[torch.Tensor]:
+    """Quantizes matrices to INT8 by rows.
+
+    Columns of B are divided by their largest number first, which A's scales take, so that none is lost in B's rows.
+
+    Args:
+        a: FLOAT [R, K].
+        b: FLOAT [count, rank] of each piece.
+        first_ranks: first row of A that each of them is multiplied with.
+
+    Returns:
+        Each matrix with its scales: a, that of a, the first of b, that of it, ….
+    """
+    largest = torch.zeros(len(a))
+    own = [slice(first, first + one.shape[1]) for first, one in zip(first_ranks, b, strict=True)]
+    for ranks, one in zip(own, b, strict=True):
+        largest[ranks] = torch.maximum(largest[ranks], one.abs().amax(dim=0))
+    largest[largest == 0] = 1.0
+    codes, scale = quantize_rows(a)
+    coded = [codes, scale * largest]
+    for ranks, one in zip(own, b, strict=True):
+        coded += quantize_rows(one / largest[ranks])
+    return coded
 
 
 def open_weight(engine: Engine, call: KernelCall) -> RowReader:

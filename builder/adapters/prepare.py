@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from enginewright import __version__
-from enginewright.adapter_file import ADAPTER, MAX_RANK, AdapterEntries, SiteEntry
+from enginewright.adapter_file import ADAPTER, MAX_RANK, AdapterEntries, FactorDType, SiteEntry
 from enginewright.adapter_sites import read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
 from enginewright.builder.adapters.sites import weight_of
 from enginewright.builder.lower import PackedForm, pack
 from enginewright.builder.progress import Progress, Silent
+from enginewright.dtypes import DTYPES
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import UnsupportedModelError, UsageError
 from enginewright.manifest import About
@@ -26,7 +27,8 @@ from enginewright.output_file import require_writable, same_file
 from enginewright.runtime.engine import Engine
 
 MERGE = "Merge it at build: engine build --merge ADAPTER."
-SECTIONS = 3  # sections of a site at most, without one for each of its runs: A, a bias and a gain
+SECTIONS = 4  # sections of a site at most, without those of its runs: A, its scales, a bias and a gain
+SECTIONS_OF_RUN = 2  # B and its scales
 NO_SITE = "heads, embeddings, experts, norms, and layers that the model does not have are no adapter sites"
 
 
@@ -48,7 +50,13 @@ class AdapterReport:
         return asdict(self) | {"path": str(self.path)}
 
 
-def prepare(adapter: Adapter, engine: Engine, output: Path, progress: Progress | None = None) -> AdapterReport:
+def prepare(
+    adapter: Adapter,
+    engine: Engine,
+    output: Path,
+    progress: Progress | None = None,
+    dtype: FactorDType | None = None,
+) -> AdapterReport:
     """Writes an adapter's file for an engine. It appears complete under its name, or not at all.
 
     Args:
@@ -56,6 +64,8 @@ def prepare(adapter: Adapter, engine: Engine, output: Path, progress: Progress |
         engine: the engine, open.
         output: the adapter's file.
         progress: receiver of progress; None is nobody.
+        dtype: dtype of the adapter's matrices. None: INT8 for layers whose weights have at most 8 bits, where the error
+            of a rounded weight is at least as large, and BFLOAT16 for the others.
 
     Raises:
         UsageError: the engine takes no adapters, or the file cannot be written there.
@@ -73,11 +83,12 @@ def prepare(adapter: Adapter, engine: Engine, output: Path, progress: Progress |
     calls = {name: call for call in engine.plan.calls if (name := weight_of(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
     entries: list[SiteEntry] = []
-    with EngineWriter(output, 1 + sum(SECTIONS + len(layer.runs) for layer in layers)) as writer:
+    with EngineWriter(output, 1 + sum(SECTIONS + SECTIONS_OF_RUN * len(layer.runs) for layer in layers)) as writer:
         for layer in layers:
             site = layer.site
             bias = None if site.bias is None else open_section(engine, site.bias)[0](0, site.rows)
-            entry, tensors = layer.changed(adapter, open_weight(engine, calls[site.weight]), bias)
+            weight = open_weight(engine, calls[site.weight])
+            entry, tensors = layer.changed(adapter, weight, bias, dtype or _dtype_for(engine, site.weight))
             for (name, form), values in zip(entry.forms().items(), tensors, strict=True):
                 packed = PackedForm(*form)
                 typed = values.bfloat16() if packed.dtype == "bf16" else values
@@ -96,6 +107,11 @@ def prepare(adapter: Adapter, engine: Engine, output: Path, progress: Progress |
         sites=len(entries),
         max_rank=max((piece.rank for entry in entries for piece in entry.pieces), default=0),
     )
+
+
+def _dtype_for(engine: Engine, weight: str) -> FactorDType:
+    dtype = engine.weight(weight)[1].dtype
+    return "i8" if dtype is not None and DTYPES[dtype].bits <= 8 else "bf16"
 
 
 def _about(adapter: Adapter, engine: Engine) -> About:

@@ -6,7 +6,8 @@
 //
 // delta has bias + B (A x) of the rows that have an adapter which changes the site; its other rows mean
 // nothing. Products of A are four chains of FMAs over K, which are added in one order, and those of B one
-// chain over the ranks: a row's bits depend on nothing but the row and its adapter.
+// chain over the ranks; scales of int8 factors multiply the sums. A row's bits depend on nothing but the row
+// and its adapter, whether it passes the factors alone or with others of its adapter.
 #pragma once
 
 #include "adapters.h"
@@ -53,17 +54,20 @@ class AdapterDelta final : public Kernel {
   }
 
   bool is_idle() const override { return !adapters_->is_active(); }
-  int64_t scratch_bytes() const override { return round_up(x_.columns, 16) * 4; }
+  int64_t scratch_bytes() const override { return kTile * x_stride() * 4; }
   void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }
 
   Work work(const Sizes& sizes) const override {
     Work work;
     for (const AdapterGroup& group : groups()) {
       const SiteAdapter& change = adapters_->at(site_, group.slot);
-      int64_t weights = change.rank * x_.columns;
-      for (const AdapterPiece& piece : change.pieces) weights += piece.count * piece.rank;
-      work.weight_bytes += 2 * weights;
-      work.fp32_ops += 2 * weights * group.count;
+      int64_t numbers = change.rank * x_.columns;
+      work.weight_bytes += numbers * change.a.element_bytes();
+      for (const AdapterPiece& piece : change.pieces) {
+        numbers += piece.count * piece.rank;
+        work.weight_bytes += piece.count * piece.rank * piece.b.element_bytes();
+      }
+      work.fp32_ops += 2 * numbers * group.count;
       work.activation_bytes += group.count * (x_.columns * bytes_of(x_.dtype) + delta_.columns * 4);
     }
     (void)sizes;
@@ -77,25 +81,75 @@ class AdapterDelta final : public Kernel {
   }
 
  private:
-  static constexpr int64_t kBlocks = 4;  // of 16 rows of B, whose chains hide each other's latency
+  static constexpr int kTile = 4;  // chains, whose FMAs hide each other's latency
+
+  // How 16 numbers of A or B are read.
+  struct Bf16 {
+    using Element = uint16_t;
+    static ENGINEWRIGHT_INLINE F load(const Element* p) { return S::load_bf16(p); }
+  };
+  struct Int8 {
+    using Element = int8_t;
+    static ENGINEWRIGHT_INLINE F load(const Element* p) { return S::to_float(S::widen_i8(p)); }
+  };
+  // Calls use(Bf16 or Int8, pointer to number `index` of the matrix).
+  template <class Use>
+  static void with_factor(const FactorMatrix& matrix, int64_t index, const Use& use) {
+    if (matrix.scale == nullptr) {
+      use(Bf16(), reinterpret_cast<const uint16_t*>(matrix.data) + index);
+    } else {
+      use(Int8(), reinterpret_cast<const int8_t*>(matrix.data) + index);
+    }
+  }
+
+  // sums[i] += the sum of x[i][k] * w[i][16 k], over `count` k that are `step` apart.
+  template <class Factor>
+  static ENGINEWRIGHT_INLINE void pass(const typename Factor::Element* const (&w)[kTile],
+                                       const float* const (&x)[kTile], int64_t count, int64_t step,
+                                       F (&sums)[kTile]) {
+    for (int64_t n = 0, k = 0; n < count; ++n, k += step) {
+      ENGINEWRIGHT_UNROLL
+      for (int i = 0; i < kTile; ++i) {
+        sums[i] = S::fma(S::set1(x[i][k]), Factor::load(w[i] + k * 16), sums[i]);
+      }
+    }
+  }
+  // The same with one w, which is converted once.
+  template <class Factor>
+  static ENGINEWRIGHT_INLINE void pass_rows(const typename Factor::Element* w, const float* const (&x)[kTile],
+                                            int64_t count, int64_t step, F (&sums)[kTile]) {
+    for (int64_t n = 0, k = 0; n < count; ++n, k += step) {
+      const F factor = Factor::load(w + k * 16);
+      ENGINEWRIGHT_UNROLL
+      for (int i = 0; i < kTile; ++i) sums[i] = S::fma(S::set1(x[i][k]), factor, sums[i]);
+    }
+  }
 
   const std::vector<AdapterGroup>& groups() const { return adapters_->rows(logit_rows_).groups(); }
 
-  // Calls visit(change, row, item) for this thread's share of all rows' items, of which a row of a group has
-  // items_of(change).
+  // Rows of a group pass kTile at once, and what is left of them one by one.
+  static int64_t tiles_of(int64_t rows) { return rows / kTile + rows % kTile; }
+
+  // Calls visit(change, rows, number of rows, item) for this thread's share of all tiles' items, of which a
+  // tile of rows has items_of(change).
   template <class ItemsOf, class Visit>
   void for_items(const Worker& worker, const ItemsOf& items_of, const Visit& visit) const {
     int64_t total = 0;
-    for (const AdapterGroup& group : groups())
-      total += group.count * items_of(adapters_->at(site_, group.slot));
+    for (const AdapterGroup& group : groups()) {
+      total += tiles_of(group.count) * items_of(adapters_->at(site_, group.slot));
+    }
     const Range mine = share(total, worker);
     int64_t begin = 0;
     for (const AdapterGroup& group : groups()) {
       const SiteAdapter& change = adapters_->at(site_, group.slot);
-      const int64_t each = items_of(change), count = group.count * each;
+      const int64_t each = items_of(change), count = tiles_of(group.count) * each;
       const int64_t first = mine.begin > begin ? mine.begin - begin : 0;
       const int64_t last = mine.end - begin < count ? mine.end - begin : count;
-      for (int64_t item = first; item < last; ++item) visit(change, group.rows[item / each], item % each);
+      for (int64_t item = first; item < last; ++item) {
+        const int64_t tile = item / each, full = group.count / kTile;
+        const int64_t row = tile < full ? tile * kTile : full * (kTile - 1) + tile;
+        visit(change, group.rows + row, tile < full ? kTile : 1, item % each);
+      }
       begin += count;
     }
   }
@@ -103,26 +157,63 @@ class AdapterDelta final : public Kernel {
   // shrunk = A x, an item for each 16 ranks.
   void shrink(Worker& worker) const {
     auto* x = reinterpret_cast<float*>(worker.scratch);
-    int64_t expanded = -1;  // row that x has
+    const int32_t* expanded = nullptr;  // rows that x has
     for_items(
         worker, [](const SiteAdapter& change) { return change.rank / 16; },
-        [&](const SiteAdapter& change, int64_t row, int64_t block) {
-          if (row != expanded) expand_x(row, x);
-          expanded = row;
-          const uint16_t* a = change.a + block * x_.columns * 16;
-          F sums[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
-          int64_t k = 0;
-          for (; k + 4 <= x_.columns; k += 4) {
-            ENGINEWRIGHT_UNROLL
-            for (int i = 0; i < 4; ++i) {
-              sums[i] = S::fma(S::set1(x[k + i]), S::load_bf16(a + (k + i) * 16), sums[i]);
+        [&](const SiteAdapter& change, const int32_t* rows, int count, int64_t block) {
+          for (int i = 0; i < count && rows != expanded; ++i) expand_x(rows[i], x + i * x_stride());
+          expanded = rows;
+          with_factor(change.a, block * x_.columns * 16, [&](auto factor, const auto* a) {
+            F sums[kTile];
+            if (count == 1) {
+              shrink_row<decltype(factor)>(a, x, sums);
+            } else {
+              shrink_rows<decltype(factor)>(a, x, sums);
             }
-          }
-          for (; k < x_.columns; ++k) sums[0] = S::fma(S::set1(x[k]), S::load_bf16(a + k * 16), sums[0]);
-          S::store(shrunk_.as<float>() + row * shrunk_.stride + block * 16,
-                   S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])));
+            for (int i = 0; i < count; ++i) {
+              if (change.a.scale != nullptr) sums[i] = S::mul(sums[i], S::load(change.a.scale + block * 16));
+              S::store(shrunk_.as<float>() + rows[i] * shrunk_.stride + block * 16, sums[i]);
+            }
+          });
         });
   }
+
+  // The kTile chains of a row together. sums[0]: its result.
+  template <class Factor>
+  void shrink_row(const typename Factor::Element* a, const float* x, F (&sums)[kTile]) const {
+    const typename Factor::Element* w[kTile];
+    const float* places[kTile];
+    for (int i = 0; i < kTile; ++i) {
+      w[i] = a + i * 16;
+      places[i] = x + i;
+      sums[i] = S::zero();
+    }
+    pass<Factor>(w, places, x_.columns / kTile, kTile, sums);
+    for (int64_t k = x_.columns / kTile * kTile, i = 0; k < x_.columns; ++k, ++i) {
+      sums[i] = S::fma(S::set1(x[k]), Factor::load(a + k * 16), sums[i]);
+    }
+    sums[0] = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
+  }
+
+  // kTile rows, a chain after the other. sums: their results.
+  template <class Factor>
+  void shrink_rows(const typename Factor::Element* a, const float* x, F (&sums)[kTile]) const {
+    F chains[kTile][kTile];
+    for (int chain = 0; chain < kTile; ++chain) {
+      const float* places[kTile];
+      for (int i = 0; i < kTile; ++i) {
+        places[i] = x + i * x_stride() + chain;
+        chains[chain][i] = S::zero();
+      }
+      const int64_t count = (x_.columns - chain + kTile - 1) / kTile;
+      pass_rows<Factor>(a + chain * 16, places, count, kTile, chains[chain]);
+    }
+    for (int i = 0; i < kTile; ++i) {
+      sums[i] = S::add(S::add(chains[0][i], chains[1][i]), S::add(chains[2][i], chains[3][i]));
+    }
+  }
+
+  int64_t x_stride() const { return round_up(x_.columns, 16); }
 
   void expand_x(int64_t row, float* x) const {
     if (x_scale_ == nullptr) {
@@ -140,11 +231,9 @@ class AdapterDelta final : public Kernel {
     }
   }
 
-  static int64_t tiles_of(const AdapterPiece& piece) {
-    return (piece.count + kBlocks * 16 - 1) / (kBlocks * 16);
-  }
+  static int64_t tiles_of(const AdapterPiece& piece) { return (piece.count + kTile * 16 - 1) / (kTile * 16); }
 
-  // delta = bias + B shrunk, an item for each kBlocks blocks of a piece.
+  // delta = bias + B shrunk, an item for each kTile blocks of a piece.
   void expand(Worker& worker) const {
     for_items(
         worker,
@@ -153,43 +242,52 @@ class AdapterDelta final : public Kernel {
           for (const AdapterPiece& piece : change.pieces) tiles += tiles_of(piece);
           return tiles;
         },
-        [&](const SiteAdapter& change, int64_t row, int64_t tile) {
+        [&](const SiteAdapter& change, const int32_t* rows, int count, int64_t tile) {
           const AdapterPiece* piece = change.pieces.data();
           for (; tile >= tiles_of(*piece); ++piece) tile -= tiles_of(*piece);
-          const int64_t block = tile * kBlocks, blocks = (piece->count + 15) / 16 - block;
-          of_blocks<kBlocks>(change, *piece, row, block, blocks);
+          with_factor(piece->b, 0, [&](auto factor, const auto* b) {
+            expand_tile<decltype(factor)>(change, *piece, b, rows, count, tile * kTile);
+          });
         });
   }
 
-  template <int N>
-  void of_blocks(const SiteAdapter& change, const AdapterPiece& piece, int64_t row, int64_t block,
-                 int64_t blocks) const {
-    if constexpr (N > 1) {
-      if (blocks < N) return of_blocks<N - 1>(change, piece, row, block, blocks);
+  // kTile blocks from `block` on, of one row or of kTile rows. Each sum is one chain over the ranks.
+  template <class Factor>
+  void expand_tile(const SiteAdapter& change, const AdapterPiece& piece, const typename Factor::Element* b,
+                   const int32_t* rows, int count, int64_t block) const {
+    const int64_t left = (piece.count + 15) / 16 - block, blocks = left < kTile ? left : kTile;
+    const float* x[kTile];
+    for (int i = 0; i < kTile; ++i) {
+      x[i] = shrunk_.as<const float>() + rows[i < count ? i : 0] * shrunk_.stride + piece.first_rank;
     }
-    const float* shrunk = shrunk_.as<const float>() + row * shrunk_.stride + piece.first_rank;
-    const uint16_t* b = piece.b + block * piece.rank * 16;
-    F sums[N];
-    ENGINEWRIGHT_UNROLL
-    for (int n = 0; n < N; ++n) sums[n] = S::zero();
-    for (int64_t j = 0; j < piece.rank; ++j) {
-      const F factor = S::set1(shrunk[j]);
-      ENGINEWRIGHT_UNROLL
-      for (int n = 0; n < N; ++n) {
-        sums[n] = S::fma(factor, S::load_bf16(b + (n * piece.rank + j) * 16), sums[n]);
+    F sums[kTile];
+    if (count == 1) {
+      const typename Factor::Element* w[kTile];
+      for (int64_t n = 0; n < kTile; ++n) {
+        w[n] = b + (block + (n < blocks ? n : 0)) * piece.rank * 16;
+        sums[n] = S::zero();
       }
+      pass<Factor>(w, x, piece.rank, 1, sums);
+      for (int64_t n = 0; n < blocks; ++n) store(change, piece, rows[0], block + n, sums[n]);
+      return;
     }
-    float* delta = delta_.as<float>() + row * delta_.stride;
-    for (int n = 0; n < N; ++n) {
-      const int64_t first = piece.begin + (block + n) * 16, end = piece.begin + piece.count;
-      const int64_t count = end - first < 16 ? end - first : 16;
-      const bool all = count == 16;
-      if (change.bias != nullptr) {
-        const float* bias = change.bias + first;
-        sums[n] = S::add(sums[n], all ? S::load(bias) : S::load_first(bias, count));
-      }
-      all ? S::store(delta + first, sums[n]) : S::store_first(delta + first, sums[n], count);
+    for (int64_t n = 0; n < blocks; ++n) {
+      for (int i = 0; i < kTile; ++i) sums[i] = S::zero();
+      pass_rows<Factor>(b + (block + n) * piece.rank * 16, x, piece.rank, 1, sums);
+      for (int i = 0; i < kTile; ++i) store(change, piece, rows[i], block + n, sums[i]);
     }
+  }
+
+  // delta of a row and a block of a piece = bias + scale * sum.
+  void store(const SiteAdapter& change, const AdapterPiece& piece, int64_t row, int64_t block, F sum) const {
+    const int64_t begin = block * 16, left = piece.count - begin, count = left < 16 ? left : 16;
+    const auto load = [&](const float* from) {
+      return count == 16 ? S::load(from) : S::load_first(from, count);
+    };
+    if (piece.b.scale != nullptr) sum = S::mul(sum, load(piece.b.scale + begin));
+    if (change.bias != nullptr) sum = S::add(sum, load(change.bias + piece.begin + begin));
+    float* delta = delta_.as<float>() + row * delta_.stride + piece.begin + begin;
+    count == 16 ? S::store(delta, sum) : S::store_first(delta, sum, count);
   }
 
   const Operand x_, shrunk_, delta_;

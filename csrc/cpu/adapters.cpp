@@ -19,11 +19,11 @@ std::vector<AdapterPiece> without_gaps(const SiteAdapter& change, const AdapterS
             "the pieces of an adapter overlap, or leave their layer");
     require(0 < piece.rank && 0 <= piece.first_rank && piece.rank <= change.rank - piece.first_rank,
             "a piece of an adapter has no such ranks");
-    if (piece.begin > row) all.push_back({row, piece.begin - row, 0, 0, nullptr});
+    if (piece.begin > row) all.push_back({row, piece.begin - row, 0, 0, {}});
     all.push_back(piece);
     row = piece.begin + piece.count;
   }
-  if (row < site.rows) all.push_back({row, site.rows - row, 0, 0, nullptr});
+  if (row < site.rows) all.push_back({row, site.rows - row, 0, 0, {}});
   return all;
 }
 

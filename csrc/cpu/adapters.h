@@ -6,10 +6,12 @@
 //
 //   product * gain + bias of the layer + bias of the adapter + sum over pieces of B (A x)
 //
-// Factors are written by the caller between steps; a slot that no row of a step has may be written at any
+// Factors are bf16, or int8 with a scale of each row: the same for all that is read with it. They are written
+// by the caller between steps; a slot that no row of a step has may be written at any
 // time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -18,17 +20,25 @@
 
 namespace enginewright {
 
+// A factor as r16_columns.
+struct FactorMatrix {
+  const std::byte* data = nullptr;
+  const float* scale = nullptr;  // f32 [rows], and data is i8; null: data is bf16
+
+  int64_t element_bytes() const { return scale == nullptr ? 2 : 1; }
+};
+
 // Rows [begin, begin + count) of a site's weight, to which B adds. B reads rows [first_rank, first_rank +
 // rank) of A x.
 struct AdapterPiece {
   int64_t begin, count, rank, first_rank;
-  const uint16_t* b;  // bf16 r16_columns [count, rank]; null if rank is 0
+  FactorMatrix b;  // [count, rank]; null if rank is 0
 };
 
 // What an adapter changes of a site.
 struct SiteAdapter {
   int64_t rank = 0;                  // rows of A, a multiple of 16
-  const uint16_t* a = nullptr;       // bf16 r16_columns [rank, columns of the site]
+  FactorMatrix a;                    // [rank, columns of the site]; null if rank is 0
   std::vector<AdapterPiece> pieces;  // ascending, together all rows of the site; empty: nothing is changed
   const float* bias = nullptr;       // f32 [rows of the site]; null: 0
   const float* gain = nullptr;       // the same; null: 1

@@ -80,9 +80,10 @@ OperandSpec arena_spec(int64_t offset_bytes, const std::string& dtype, const Num
 // Adapters, and the Python objects whose memory they use.
 class PyAdapters {
  public:
-  using Piece = std::tuple<int64_t, int64_t, int64_t, int64_t, py::buffer>;
-  using Change = std::tuple<int64_t, int64_t, py::buffer, std::vector<Piece>, std::optional<py::buffer>,
-                            std::optional<py::buffer>>;
+  using Vector = std::optional<py::buffer>;
+  using Factor = std::pair<py::buffer, Vector>;  // a matrix, and scales of its rows if it is int8
+  using Piece = std::tuple<int64_t, int64_t, int64_t, int64_t, Factor>;
+  using Change = std::tuple<int64_t, int64_t, Factor, std::vector<Piece>, Vector, Vector>;
 
   PyAdapters(const std::vector<std::pair<int64_t, int64_t>>& sites, int64_t num_slots, int64_t max_rank,
              int64_t max_tokens, int64_t max_logit_rows)
@@ -96,11 +97,10 @@ class PyAdapters {
       SiteAdapter& change = all[static_cast<size_t>(index)];
       require(0 <= rank && rank % 16 == 0, "the rank of an adapter must be a multiple of 16");
       change.rank = rank;
-      change.a = numbers<uint16_t>(a, checked_mul(rank, site.columns), owners);
+      change.a = matrix(a, rank, site.columns, owners);
       for (const auto& [begin, count, piece_rank, first_rank, b] : pieces) {
         require(count > 0 && piece_rank > 0, "a piece of an adapter is empty");
-        const uint16_t* factor = numbers<uint16_t>(b, checked_mul(round_up(count, 16), piece_rank), owners);
-        change.pieces.push_back({begin, count, piece_rank, first_rank, factor});
+        change.pieces.push_back({begin, count, piece_rank, first_rank, matrix(b, count, piece_rank, owners)});
       }
       if (bias) change.bias = numbers<float>(*bias, site.rows, owners);
       if (gain) change.gain = numbers<float>(*gain, site.rows, owners);
@@ -121,6 +121,17 @@ class PyAdapters {
     std::vector<AdapterSite> sites;
     for (const auto& [rows, columns] : sizes) sites.push_back({rows, columns});
     return sites;
+  }
+
+  static FactorMatrix matrix(const Factor& factor, int64_t rows, int64_t columns,
+                             std::vector<py::buffer_info>& owners) {
+    const auto& [data, scale] = factor;
+    const int64_t count = checked_mul(round_up(rows, 16), columns);
+    if (!scale) {
+      return {reinterpret_cast<const std::byte*>(numbers<uint16_t>(data, count, owners)), nullptr};
+    }
+    const auto* codes = reinterpret_cast<const std::byte*>(numbers<int8_t>(data, count, owners));
+    return {codes, numbers<float>(*scale, rows, owners)};
   }
 
   template <class T>

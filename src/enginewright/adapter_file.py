@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -23,6 +24,7 @@ from enginewright.manifest import MAX_BYTES, WEIGHTS, Manifest, SectionForm
 ADAPTER = "adapter.json"  # name of the section that lists the sites
 MAX_RANK = 320  # rank of a layer's matrices
 RANK_ALIGN = 16  # ranks of a site are padded with zero rows of A to a multiple of this
+FactorDType = Literal["bf16", "i8"]  # dtypes of A and B
 PREPARE_AGAIN = "Prepare it again with `engine adapter`."
 
 
@@ -43,6 +45,7 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     columns: int  # columns of the weight, K
     rank: int  # rows of A, R, a multiple of RANK_ALIGN; 0: there is no A
     pieces: tuple[PieceEntry, ...]  # pieces, in the order of their rows, none of which is in two
+    dtype: FactorDType = "bf16"  # dtype of A and B; those in "i8" have a scale for each row
     bias: bool = False  # True if something is added to the bias
     gain: bool = False  # True if rows of the engine's product have factors (DoRA)
 
@@ -50,10 +53,12 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
         """Lists its sections with their dtype, shape and layout."""
         name = f"{WEIGHTS}{self.weight}"
         forms: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        if self.rank:
-            forms[f"{name}.a"] = "bf16", (self.rank, self.columns), "r16_columns"
-        for number, piece in enumerate(self.pieces):
-            forms[f"{name}.b{number}"] = "bf16", (piece.count, piece.rank), "r16_columns"
+        factors = {f"{name}.a": (self.rank, self.columns)} if self.rank else {}
+        factors |= {f"{name}.b{number}": (piece.count, piece.rank) for number, piece in enumerate(self.pieces)}
+        for factor, shape in factors.items():
+            forms[factor] = self.dtype, shape, "r16_columns"
+            if self.dtype == "i8":
+                forms[f"{factor}_scale"] = "f32", shape[:1], "plain"
         vectors = [kind for kind, is_there in (("bias", self.bias), ("gain", self.gain)) if is_there]
         return forms | {f"{name}.{kind}": ("f32", (self.rows,), "plain") for kind in vectors}
 
@@ -110,6 +115,13 @@ class AdapterEntries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return entries
 
 
+class Factor(NamedTuple):
+    """A or B, as r16_columns: (n, k) at (n // 16 · columns + k) · 16 + n % 16, with rows padded with zeros."""
+
+    data: memoryview  # BFLOAT16, or INT8 if there are scales
+    scale: memoryview | None = None  # FLOAT [rows], factors of the rows; None: there are none
+
+
 @dataclass(frozen=True)
 class AdapterPiece:
     """The matrices of one layer, for some rows of a site."""
@@ -118,8 +130,7 @@ class AdapterPiece:
     count: int  # number of rows
     rank: int  # columns of B
     first_rank: int  # first row of A that B is multiplied with
-    # B, BFLOAT16 [count, rank] as r16_columns: (n, j) at (n // 16 · rank + j) · 16 + n % 16, rows padded with zeros
-    b: memoryview
+    b: Factor  # B, [count, rank]
 
 
 @dataclass(frozen=True)
@@ -129,8 +140,7 @@ class SiteAdapter:
     rows: int  # rows of the layer's weight, N
     columns: int  # columns of the layer's weight, K
     rank: int  # rows of A, R, a multiple of RANK_ALIGN; 0: there is no A
-    # A, BFLOAT16 [R, K] as r16_columns: (r, k) at (r // 16 · K + k) · 16 + r % 16; empty if there is none
-    a: memoryview
+    a: Factor  # A, [R, K]; empty if there is none
     pieces: tuple[AdapterPiece, ...]  # pieces, in the order of their rows, none of which is in two
     bias: memoryview | None  # FLOAT [N], added to the bias of the engine; None: nothing is
     gain: memoryview | None  # FLOAT [N], factors of the engine's product without its bias; None: all are 1
@@ -217,9 +227,13 @@ class AdapterFile:
 
     def _site(self, entry: SiteEntry) -> SiteAdapter:
         views = [memoryview(self.file.read_section(name)) for name in entry.forms()]
-        a = views.pop(0) if entry.rank else memoryview(b"")
+
+        def factor() -> Factor:
+            return Factor(views.pop(0), views.pop(0) if entry.dtype == "i8" else None)
+
+        a = factor() if entry.rank else Factor(memoryview(b""))
         pieces = tuple(
-            AdapterPiece(piece.begin, piece.count, piece.rank, piece.first_rank, views.pop(0)) for piece in entry.pieces
+            AdapterPiece(piece.begin, piece.count, piece.rank, piece.first_rank, factor()) for piece in entry.pieces
         )
         bias = views.pop(0) if entry.bias else None
         gain = views.pop(0) if entry.gain else None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from enginewright.adapter_file import ADAPTER, AdapterFile, SiteAdapter
+from enginewright.adapter_file import ADAPTER, AdapterFile, Factor, SiteAdapter
 from enginewright.adapter_sites import ADAPTER_SITES, AdapterSites, Site
 from enginewright.builder.adapters import Adapter, MergedCheckpoint
 from enginewright.builder.adapters.prepare import prepare
@@ -33,7 +33,6 @@ from tests.helpers.quantized import GPTQ, gptq, tiny_quantized
 from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
 
 Array = npt.NDArray[Any]
-ROUNDING = 2**-7 + 2**-16  # of a product of two numbers that are rounded to bfloat16
 BIASES = {"attention_bias": True, "mlp_bias": True}
 EVERY = ["q_proj", "k_proj", *LINEARS[1:], "up_proj"]
 PATTERNS = {"rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\.down_proj": 40}, "alpha_pattern": {"down_proj": 1.5}}
@@ -106,16 +105,28 @@ class Base:
 
 
 def products(adapter: SiteAdapter) -> tuple[Array, Array]:
-    """Σ B A and Σ |B| |A|, [N, K]."""
-    total, size = np.zeros((2, adapter.rows, adapter.columns))
+    """Σ B A and a bound of its error, [N, K]."""
+    total, bound = np.zeros((2, adapter.rows, adapter.columns))
     if adapter.rank:
-        a = matrix(bytes(adapter.a), "bf16", adapter.rank, adapter.columns, "r16_columns").astype(np.float64)
+        a, a_error = numbers(adapter.a, adapter.rank, adapter.columns)
         for piece in adapter.pieces:
-            b = matrix(bytes(piece.b), "bf16", piece.count, piece.rank, "r16_columns").astype(np.float64)
-            own = a[piece.first_rank : piece.first_rank + piece.rank]
-            total[piece.begin : piece.begin + piece.count] = b @ own
-            size[piece.begin : piece.begin + piece.count] = np.abs(b) @ np.abs(own)
-    return total, size
+            b, b_error = numbers(piece.b, piece.count, piece.rank)
+            own = slice(piece.first_rank, piece.first_rank + piece.rank)
+            total[piece.begin : piece.begin + piece.count] = b @ a[own]
+            of_piece = np.abs(b) @ a_error[own] + b_error @ (np.abs(a[own]) + a_error[own])
+            bound[piece.begin : piece.begin + piece.count] = of_piece
+    return total, bound
+
+
+def numbers(factor: Factor, rows: int, columns: int) -> tuple[Array, Array]:
+    """A factor and a bound of the error of each number, [rows, columns]."""
+    if factor.scale is None:
+        values = matrix(bytes(factor.data), "bf16", rows, columns, "r16_columns").astype(np.float64)
+        return values, np.abs(values) * 2.0**-8
+    scale = np.frombuffer(factor.scale, "<f4").astype(np.float64)[:, None]
+    values = matrix(bytes(factor.data), "i8", rows, columns, "r16_columns").astype(np.float64) * scale
+    assert np.abs(values).max(axis=1) == pytest.approx(127 * scale[:, 0])
+    return values, np.broadcast_to(0.501 * scale, values.shape)
 
 
 def vector(view: memoryview | None, otherwise: Array) -> Array:
@@ -142,11 +153,11 @@ def check(engine: Path, lora: Path, checkpoint: MemoryCheckpoint, adapter: Adapt
                 weight = base.weight(site)
                 np.testing.assert_allclose(expected, weight, rtol=1e-5, atol=1e-6 * np.abs(weight).max())
                 continue
-            added, size = products(changed)
+            added, rounding = products(changed)
             weight = vector(changed.gain, np.ones(site.rows))[:, None] * base.weight(site)
-            error, bound = np.abs(weight + added - expected), ROUNDING * size + 1e-5 * np.abs(weight) + 1e-7
+            error, bound = np.abs(weight + added - expected), rounding + 1e-5 * np.abs(weight) + 1e-7
             assert (error <= bound).all(), (site.weight, (error - bound).max())
-            assert size.any() or changed.bias is not None
+            assert added.any() or changed.bias is not None
             if site.bias is not None:
                 bias = base.bias(site) + vector(changed.bias, np.zeros(site.rows))
                 wanted = mapped_bias(site, base.vectors, read("bias"))

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -18,6 +18,7 @@ from enginewright.targets import CPU, PTX, SMS, parse_targets
 DRAFT_QUANTS = tuple(name for name, method in QUANT_METHODS.items() if not method.calibrated)
 KV_CACHE_DTYPES = {name: name for name in KV_CACHES}
 KV_CACHE_DTYPES |= {"bfloat16": "bf16", "auto": "bf16", "fp8_e4m3": "fp8"}  # names of vLLM
+ADAPTER_DTYPES: dict[str, Literal["bf16", "i8"]] = {"bf16": "bf16", "int8": "i8"}
 
 # Sections of help; `engine COMMAND --help` lists them in the order in which their first options are declared.
 model, form, calibration = section("Model"), section("Format"), section("Calibration")
@@ -319,8 +320,14 @@ def rebuild(
     show_default="ADAPTER.lora in this folder",
     help="The adapter file to write.",
 )
+@output_section(
+    "--dtype",
+    type=click.Choice(list(ADAPTER_DTYPES)),
+    show_default="int8 for layers whose weights have at most 8 bits, bf16 for the others",
+    help="The type of ADAPTER's matrices in the file.",
+)
 @JSON_OPTION
-def adapter(adapter: Path, engine: Path, output: Path | None, as_json: bool) -> None:
+def adapter(adapter: Path, engine: Path, output: Path | None, dtype: str | None, as_json: bool) -> None:
     """Prepare a LoRA adapter for an engine, as a file that is ready to be loaded.
 
     ADAPTER is the folder that PEFT has saved. The file is for this one engine: prepare it again after a build that
@@ -329,7 +336,7 @@ def adapter(adapter: Path, engine: Path, output: Path | None, as_json: bool) -> 
     from enginewright.builder.commands import prepare_adapter
     from enginewright.builder.console import describe_adapter
 
-    made = prepare_adapter(adapter, engine, output)
+    made = prepare_adapter(adapter, engine, output, None if dtype is None else ADAPTER_DTYPES[dtype])
     show_report(made, None if as_json else describe_adapter, err=True)
 
 
