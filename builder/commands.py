@@ -1,20 +1,23 @@
 """`engine build`, `engine rebuild`, `engine adapter` and `engine export`, with their progress on the terminal."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from enginewright.adapter_file import FactorDType
-from enginewright.builder.adapters import Adapter, open_merged
+from enginewright.builder.adapters import Adapter, MergedCheckpoint, open_merged
 from enginewright.builder.adapters.prepare import AdapterReport, prepare
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine, default_output, with_possible_kv
+from enginewright.builder.calibration import read_samples
 from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.console import ConsoleProgress
 from enginewright.builder.draft import open_draft, source_of
 from enginewright.builder.export import export_onnx
 from enginewright.builder.forecast import Forecast, forecast
+from enginewright.builder.gate import GateConfig, measure_adapter
 from enginewright.builder.models import build_graph, check_config
-from enginewright.builder.rebuild import rebuild
+from enginewright.builder.rebuild import rebuild, source_model
 from enginewright.output_file import require_writable
 from enginewright.runtime.engine import Engine
 
@@ -73,7 +76,14 @@ def rebuild_engine(engine: Path, **options: Any) -> dict[str, Any]:
 
 
 def prepare_adapter(
-    adapter: Path, engine: Path, output: Path | None, dtype: FactorDType | None = None
+    adapter: Path,
+    engine: Path,
+    output: Path | None,
+    dtype: FactorDType | None = None,
+    *,
+    model: str | None = None,
+    gate: GateConfig | None = None,
+    calib_data: str | None = None,
 ) -> AdapterReport:
     """Prepares an adapter for an engine, and shows the progress on stderr.
 
@@ -82,17 +92,29 @@ def prepare_adapter(
         engine: The engine file.
         output: The adapter file to write. None: ADAPTER.lora in the working directory.
         dtype: The dtype of its matrices. None: By the dtypes of the engine's weights.
+        model: The checkpoint that the engine was built from, with which the adapter is measured. None: It is not.
+        gate: Options of the quality gate. None: It is not measured.
+        calib_data: Texts to measure on, in the form of --calib-data. None: The held-out texts.
 
     Raises:
-        UsageError: There is no such adapter or engine, the engine takes none, or the file cannot be written there.
+        UsageError: There is no such adapter or engine, the engine takes none, the model is not the engine's, or the
+            file cannot be written there.
         UnsupportedModelError: The adapter has a feature that is not implemented, or changes what it cannot.
         EngineError: A file is damaged, or the adapter does not fit the engine.
+        QualityGateError: The engine with the adapter is too far from the model with it.
     """
     with ConsoleProgress() as progress:
         progress.phase("open the adapter")
         opened = Adapter(adapter)
         with Engine.open(engine) as base:
-            return prepare(opened, base, output or Path(f"{opened.name}.lora"), progress, dtype)
+            measure = None
+            if model is not None and gate is not None:
+                progress.phase("check the model")
+                checkpoint = source_model(engine, base.manifest, model, ())
+                samples = None if calib_data is None else read_samples(calib_data, checkpoint).texts
+                merged = build_graph(MergedCheckpoint(checkpoint, [opened]), None)
+                measure = partial(measure_adapter, gate, base, merged, samples, progress)
+            return prepare(opened, base, output or Path(f"{opened.name}.lora"), progress, dtype, measure)
 
 
 def export_model(model: str, path: Path, dtype: str) -> None:

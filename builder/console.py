@@ -125,7 +125,7 @@ def describe(report: BuildReport | Forecast) -> str:
 
 def describe_adapter(report: AdapterReport) -> str:
     """Formats the result of `engine adapter`."""
-    ranks = f"ranks of up to {report.max_rank}"
+    ranks, quality = f"ranks of up to {report.max_rank}", describe_quality(report.quality)
     return "\n".join(
         (
             "",
@@ -134,6 +134,7 @@ def describe_adapter(report: AdapterReport) -> str:
             f"size     {format_bytes(report.size_bytes)}",
             f"content  sha256:{report.content_hash}",
             f"changes  {report.modules} layers of the checkpoint, in {report.sites} of the engine, {ranks}",
+            *(f"{name:<8} {line}" for name, line in zip_longest(["quality"], quality, fillvalue="")),
         )
     )
 

@@ -79,7 +79,7 @@ def rebuild(
             raise UsageError(f"{output} is the engine itself", "nothing would be left to compare with", "Name another.")
     progress.phase("check the inputs")
     with _as_usage_errors():
-        checkpoint = _model(engine, manifest, model, adapters)
+        checkpoint = source_model(engine, manifest, model, adapters)
         opened_draft = _draft(engine, manifest, draft)
         config = _config(engine, manifest, quality if evidence else QualityReport("off"), checkpoint)
         config = _with_calibration(manifest, config, checkpoint, calib_data)
@@ -140,8 +140,18 @@ def _role_with_files(manifest: Manifest) -> str | None:
     return next((role for role in manifest.roles if "name" in manifest.recipe[role]), None)
 
 
-def _model(engine: Path, manifest: Manifest, ref: str | None, adapters: Sequence[str]) -> Checkpoint:
-    """Opens the checkpoint of the engine's model, and merges its adapters."""
+def source_model(engine: Path, manifest: Manifest, ref: str | None, adapters: Sequence[str]) -> Checkpoint:
+    """Opens the checkpoint of an engine's model, and merges its adapters.
+
+    Args:
+        engine: the engine file.
+        manifest: its manifest.
+        ref: the checkpoint; None looks for it where it may be.
+        adapters: folders of the adapters that were merged into the model, in their order.
+
+    Raises:
+        UsageError: a file is missing, or is not what the engine was built from.
+    """
     role = _role_with_files(manifest)
     sources = {
         name: digest for name, digest in manifest.sources.items() if role is None or not name.startswith(f"{role}/")

@@ -6,13 +6,13 @@ columns, by which the layer's input was divided. DoRA's lengths of rows are sett
 Source: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2402.09353
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from enginewright import __version__
-from enginewright.adapter_file import ADAPTER, MAX_RANK, AdapterEntries, FactorDType, SiteEntry
+from enginewright.adapter_file import ADAPTER, MAX_RANK, AdapterEntries, AdapterFile, FactorDType, SiteEntry
 from enginewright.adapter_sites import read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
@@ -24,6 +24,7 @@ from enginewright.engine_file import EngineWriter
 from enginewright.errors import UnsupportedModelError, UsageError
 from enginewright.manifest import About
 from enginewright.output_file import require_writable, same_file
+from enginewright.runtime.commands.quality import QUALITY, QualityReport
 from enginewright.runtime.engine import Engine
 
 MERGE = "Merge it at build: engine build --merge ADAPTER."
@@ -44,10 +45,11 @@ class AdapterReport:
     modules: int  # number of the checkpoint's layers that it changes
     sites: int  # number of the engine's layers that it changes
     max_rank: int  # largest rank of a layer's matrices
+    quality: QualityReport  # result of the quality gate
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the report to JSON's types."""
-        return asdict(self) | {"path": str(self.path)}
+        return asdict(self) | {"path": str(self.path), "quality": self.quality.to_dict()}
 
 
 def prepare(
@@ -56,6 +58,7 @@ def prepare(
     output: Path,
     progress: Progress | None = None,
     dtype: FactorDType | None = None,
+    measure: Callable[[AdapterFile], QualityReport] | None = None,
 ) -> AdapterReport:
     """Writes an adapter's file for an engine. It appears complete under its name, or not at all.
 
@@ -66,11 +69,13 @@ def prepare(
         progress: receiver of progress; None is nobody.
         dtype: dtype of the adapter's matrices. None: INT8 for layers whose weights have at most 8 bits, where the error
             of a rounded weight is at least as large, and BFLOAT16 for the others.
+        measure: quality gate of the prepared adapter; None: it is not measured.
 
     Raises:
         UsageError: the engine takes no adapters, or the file cannot be written there.
         UnsupportedModelError: the adapter changes something that has no site in the engine, or its rank is too large.
         EngineError: shapes do not fit, or numbers are not finite.
+        QualityGateError: `measure` refuses it.
     """
     require_writable(output, regular=True)
     if same_file(output, engine.file.path):
@@ -83,7 +88,7 @@ def prepare(
     calls = {name: call for call in engine.plan.calls if (name := weight_of(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
     entries: list[SiteEntry] = []
-    with EngineWriter(output, 1 + sum(SECTIONS + SECTIONS_OF_RUN * len(layer.runs) for layer in layers)) as writer:
+    with EngineWriter(output, 2 + sum(SECTIONS + SECTIONS_OF_RUN * len(layer.runs) for layer in layers)) as writer:
         for layer in layers:
             site = layer.site
             bias = None if site.bias is None else open_section(engine, site.bias)[0](0, site.rows)
@@ -96,7 +101,14 @@ def prepare(
             entries.append(entry)
             progress.advance(1)
         writer.add(ADAPTER, AdapterEntries(tuple(entries)).to_json())
-        manifest = writer.commit(_about(adapter, engine))
+        about = _about(adapter, engine)
+        quality = QualityReport("off")
+        if measure is not None:
+            writer.write_header(about)
+            with AdapterFile.open(writer.temporary_path) as finished:
+                quality = measure(finished)
+        writer.add(QUALITY, quality.to_json(), evidence=True)
+        manifest = writer.commit(about)
     return AdapterReport(
         path=output,
         name=adapter.name,
@@ -106,6 +118,7 @@ def prepare(
         modules=len(adapter.updates),
         sites=len(entries),
         max_rank=max((piece.rank for entry in entries for piece in entry.pieces), default=0),
+        quality=quality,
     )
 
 

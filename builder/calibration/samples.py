@@ -78,7 +78,7 @@ def calibrate(checkpoint: Checkpoint, config: BuildConfig, output: Path, progres
         return None
     if config.calib_data is not None:
         progress.phase("read the calibration data")
-        return _read_samples(config.calib_data, checkpoint, _count(config))
+        return read_samples(config.calib_data, checkpoint, _count(config))
     texts = generate_samples(checkpoint, _tokenizer(checkpoint), _count(config), SAMPLE_TOKENS, output, progress)
     return Samples(texts, None)
 
@@ -93,7 +93,7 @@ def samples_without_data(checkpoint: Checkpoint, config: BuildConfig) -> dict[st
     if not _wanted(config):
         return None
     if config.calib_data is not None and not is_remote(config.calib_data):
-        return _read_samples(config.calib_data, checkpoint, _count(config)).to_dict()
+        return read_samples(config.calib_data, checkpoint, _count(config)).to_dict()
     count = _count(config)
     return {"source": config.calib_data or ITSELF, "samples": count, "tokens": count * SAMPLE_TOKENS}
 
@@ -116,7 +116,18 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer(files.tokenizer_json, files.config, files.chat_template, now=lambda: TODAY)
 
 
-def _read_samples(ref: str, checkpoint: Checkpoint, count: int) -> Samples:
+def read_samples(ref: str, checkpoint: Checkpoint, count: int = SAMPLES) -> Samples:
+    """Reads samples from data.
+
+    Args:
+        ref: the data, in the form of --calib-data.
+        checkpoint: the checkpoint, whose tokenizer encodes the texts.
+        count: largest number of samples.
+
+    Raises:
+        UsageError: the data is not text, or has no text that is long enough.
+        EngineError: the hub cannot be reached.
+    """
     tokenizer, vocab_size = _tokenizer(checkpoint), checkpoint.config.get("vocab_size", math.inf)
     samples: list[tuple[int, ...]] = []
     for text in _spread(read_texts(ref), count):

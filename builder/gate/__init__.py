@@ -1,5 +1,6 @@
 """The quality gate: compares a built engine with the model that it was built from."""
 
+from enginewright.builder.gate.adapter import measure_adapter
 from enginewright.builder.gate.config import GateConfig, parse_gate
 from enginewright.builder.gate.gate import Subject, measure
 from enginewright.builder.gate.refusal import refusal
@@ -11,6 +12,7 @@ __all__ = [
     "Subject",
     "check_report_path",
     "measure",
+    "measure_adapter",
     "measure_vectors",
     "parse_gate",
     "refusal",

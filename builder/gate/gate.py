@@ -225,12 +225,27 @@ class _OnTarget:
 
     def _checks(self, more: Mapping[str, float | None]) -> tuple[Check, ...]:
         """Checks the limits on the texts so far. more: name in MEASURES → other value."""
-        found = self._found
-        whole, formats = distance(found), [layer.method for layer in self.layers]
+        formats = [layer.method for layer in self.layers]
         kv_dtypes = [plane.dtype for cache in self.engine.plan.paged_caches for plane in cache.planes]
-        values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, "layer": self.layers[0].error, **more}
-        if whole.source_perplexity is not None:
-            ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity
-            values["ppl"] = rounded(ratio, 4)
-        finite = Check("finite", FINITE, rounded(1 - whole.broken / whole.positions, 4), 1.0, is_minimum=True)
-        return (*self.config.checks(values, limits_of(formats, kv_dtypes), intervals(found)), finite)
+        more = {"layer": self.layers[0].error, **more}
+        return check_distance(self.config, self._found, limits_of(formats, kv_dtypes), more)
+
+
+def check_distance(
+    config: GateConfig, found: Sequence[Positions], limits: Mapping[str, float], more: Mapping[str, float | None]
+) -> tuple[Check, ...]:
+    """Checks the limits of an engine's distance from its source.
+
+    Args:
+        config: options of the gate.
+        found: differences on each text.
+        limits: name in MEASURES → limit of the formats.
+        more: name in MEASURES → value that is not computed from the differences.
+    """
+    whole = distance(found)
+    values: dict[str, float | None] = {"kl": whole.kl, "top1": whole.top1, **more}
+    if whole.source_perplexity is not None:
+        ratio = None if whole.perplexity is None else whole.perplexity / whole.source_perplexity
+        values["ppl"] = rounded(ratio, 4)
+    finite = Check("finite", FINITE, rounded(1 - whole.broken / whole.positions, 4), 1.0, is_minimum=True)
+    return (*config.checks(values, limits, intervals(found)), finite)

@@ -22,7 +22,7 @@ def refusal(measured: Measured, target: Target, quant: QuantConfig, kv_cache_dty
         quant: the method.
         kv_cache_dtype: dtype of the KV cache.
     """
-    why = "; ".join(map(_describe, measured.failed))
+    why = "; ".join(check.description for check in measured.failed)
     tries = list(_tries(quant, target, kv_cache_dtype))
     loosened = [f"{check.name}={_passing_limit(check):g}" for check in measured.failed if _may_pass(check)]
     if loosened:
@@ -33,15 +33,6 @@ def refusal(measured: Measured, target: Target, quant: QuantConfig, kv_cache_dty
     else:
         lines.append("No engine was written. Please report this: the engine does not compute what it should.")
     return QualityGateError("the engine is too far from the model that it was built from", why, "\n".join(lines))
-
-
-def _describe(check: Check) -> str:
-    value = "not a number" if check.value is None else f"{check.value:g}"
-    if check.value is not None and check.interval is not None:
-        low, high = check.interval
-        value += f" ({low:g} to {high:g})"
-    bound = "at least" if check.is_minimum else "at most"
-    return f"{check.name} is {value}, {bound} {check.limit:g} passes ({check.what})"
 
 
 def _may_pass(check: Check) -> bool:

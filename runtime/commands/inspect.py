@@ -53,7 +53,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "recipe": manifest.recipe,
             "messages": _messages(engine),
             "content_hash": manifest.content_hash,
-            "quality": _quality(engine),
+            "quality": _quality(engine.file),
             "format_version": manifest.format_version,
             "builder_version": manifest.builder_version,
             "sources": manifest.sources,
@@ -117,6 +117,7 @@ def _summarize_adapter(path: Path) -> dict[str, Any]:
             "max_rank": adapter.max_rank,
             "layers": len(adapter.sites),
             "memory_bytes": adapter.num_bytes,
+            "quality": _quality(adapter.file),
             "sections": _sections(adapter.file),
         }
 
@@ -161,11 +162,11 @@ def _messages(engine: Engine) -> dict[str, str | None]:
     }
 
 
-def _quality(engine: Engine) -> dict[str, Any] | None:
-    """Quality report of the build; None if the file has none."""
-    if QUALITY not in engine.file.sections:
+def _quality(file: EngineFile) -> dict[str, Any] | None:
+    """Quality report of a file; None if it has none."""
+    if QUALITY not in file.sections:
         return None
-    return QualityReport.from_json(engine.file.read_section(QUALITY)).to_dict()
+    return QualityReport.from_json(file.read_section(QUALITY)).to_dict()
 
 
 def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
@@ -178,7 +179,7 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     if "engine" in summary:
         return "\n".join((*_adapter_lines(summary), *_section_lines(summary["sections"], every_section)))
     memory, recipe, report = summary["memory"], summary["recipe"], summary["quality"]
-    quality = ["not known"] if report is None else describe_quality(QualityReport.from_dict(report))
+    quality = _quality_lines(report)
     lines = [
         f"{summary['path']}: {summary['name']} ({summary['model_type']}), {format_bytes(summary['file_bytes'])}",
         f"  recipe     {_listed(recipe)}",
@@ -226,8 +227,12 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     return "\n".join((*lines, *_section_lines(summary["sections"], every_section)))
 
 
+def _quality_lines(report: dict[str, Any] | None) -> list[str]:
+    return ["not known"] if report is None else describe_quality(QualityReport.from_dict(report))
+
+
 def _adapter_lines(summary: dict[str, Any]) -> list[str]:
-    size = format_bytes(summary["memory_bytes"])
+    size, quality = format_bytes(summary["memory_bytes"]), _quality_lines(summary["quality"])
     return [
         f"{summary['path']}: the adapter {summary['name']} ({summary['model_type']}), "
         f"{format_bytes(summary['file_bytes'])}",
@@ -236,6 +241,7 @@ def _adapter_lines(summary: dict[str, Any]) -> list[str]:
         f"  content    sha256:{summary['content_hash']}",
         f"  changes    {summary['layers']} layers of the engine, with ranks of up to {summary['max_rank']}",
         f"  memory     {size} of matrices",
+        *(f"  {name:<10} {line}" for name, line in zip_longest(["quality"], quality, fillvalue="")),
     ]
 
 

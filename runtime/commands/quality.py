@@ -42,6 +42,16 @@ class Check(msgspec.Struct, frozen=True):
             return False
         return self.value >= self.limit if self.is_minimum else self.value <= self.limit
 
+    @property
+    def description(self) -> str:
+        """The value of a check with a limit, in words."""
+        value = "not a number" if self.value is None else f"{self.value:g}"
+        if self.value is not None and self.interval is not None:
+            low, high = self.interval
+            value += f" ({low:g} to {high:g})"
+        bound = "at least" if self.is_minimum else "at most"
+        return f"{self.name} is {value}, {bound} {self.limit:g} passes ({self.what})"
+
 
 class Distance(msgspec.Struct, frozen=True):
     """Next-token distributions of the engine compared with the source's, over some positions; None is not measured."""

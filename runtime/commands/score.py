@@ -5,14 +5,21 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.errors import UsageError
+from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.devices import Executor
+from enginewright.runtime.scheduler.adapters import AdapterSlots
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.sequence import TokenSequence
 
 
 def forced(
-    executor: Executor, token_ids: Sequence[Sequence[int]], *, last_only: bool = False
+    executor: Executor,
+    token_ids: Sequence[Sequence[int]],
+    *,
+    last_only: bool = False,
+    adapter: AdapterFile | None = None,
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Computes logits of texts, step by step.
 
@@ -22,6 +29,7 @@ def forced(
         executor: the executor.
         token_ids: the texts.
         last_only: whether to compute only the logits of each text's last position.
+        adapter: adapter of all texts, of an executor with `enable_lora`; None: the engine's own weights.
 
     Yields:
         Index of a text, first position, and logits [positions, vocab_size], a view that the next step overwrites.
@@ -34,12 +42,25 @@ def forced(
         if not 0 < len(ids) <= max_tokens:
             raise UsageError(f"a text has {len(ids)} tokens", f"it must have 1 to {max_tokens}")
     texts = [
-        TokenSequence(list(ids), num_prompt_tokens=len(ids), max_tokens=len(ids), scores_prompt=not last_only)
+        TokenSequence(
+            list(ids),
+            num_prompt_tokens=len(ids),
+            max_tokens=len(ids),
+            scores_prompt=not last_only,
+            adapter=adapter,
+        )
         for ids in token_ids
     ]
-    whole = executor.plan.whole_texts
+    slots = None
+    if adapter is not None:
+        assert isinstance(executor, CpuExecutor), "model_plan refuses other devices"
+        slots = AdapterSlots(1, executor.load_adapter, executor.unload_adapter)
     scheduler = Scheduler(
-        executor.plan.caches, executor.memory_plan.limits, executor.memory_plan.num_blocks, whole_texts=whole
+        executor.plan.caches,
+        executor.memory_plan.limits,
+        executor.memory_plan.num_blocks,
+        whole_texts=executor.plan.whole_texts,
+        adapters=slots,
     )
     for text in texts:
         scheduler.add(text)

@@ -12,6 +12,7 @@ from enginewright.cli.printing import say, show, show_report
 from enginewright.cli.recipes import from_recipe, recipe_option
 from enginewright.cli.values import CountType, EnginePathType, QuantType, TargetType
 from enginewright.dtypes import KV_CACHES, kv_share
+from enginewright.errors import UsageError
 from enginewright.quant_methods import QUANT_METHODS
 from enginewright.targets import CPU, PTX, SMS, parse_targets
 
@@ -326,8 +327,32 @@ def rebuild(
     show_default="int8 for layers whose weights have at most 8 bits, bf16 for the others",
     help="The type of ADAPTER's matrices in the file.",
 )
+@gate_section(
+    "--model",
+    show_default="ADAPTER is not measured",
+    help="The checkpoint that ENGINE was built from: compare ENGINE with ADAPTER to it with ADAPTER merged in fp32.",
+)
+@gate_section(
+    "--gate",
+    show_default="quick, with the limits of ENGINE's formats",
+    help="Refuse ADAPTER if it is further off than these limits: quick,kl=0.05,top1=0.97.",
+)
+@gate_section(
+    "--calib-data",
+    show_default="held-out texts",
+    help="Texts to compare on: a file of JSON lines or plain text, or a data set of the hub.",
+)
 @JSON_OPTION
-def adapter(adapter: Path, engine: Path, output: Path | None, dtype: str | None, as_json: bool) -> None:
+def adapter(
+    adapter: Path,
+    engine: Path,
+    output: Path | None,
+    dtype: str | None,
+    model: str | None,
+    gate: str | None,
+    calib_data: str | None,
+    as_json: bool,
+) -> None:
     """Prepare a LoRA adapter for an engine, as a file that is ready to be loaded.
 
     ADAPTER is the folder that PEFT has saved. The file is for this one engine: prepare it again after a build that
@@ -335,8 +360,20 @@ def adapter(adapter: Path, engine: Path, output: Path | None, dtype: str | None,
     """
     from enginewright.builder.commands import prepare_adapter
     from enginewright.builder.console import describe_adapter
+    from enginewright.builder.gate import parse_gate
 
-    made = prepare_adapter(adapter, engine, output, None if dtype is None else ADAPTER_DTYPES[dtype])
+    if model is None and (gate or calib_data):
+        option = "--gate" if gate else "--calib-data"
+        raise UsageError(f"{option} goes with --model", "ADAPTER is compared with the model that ENGINE was built from")
+    made = prepare_adapter(
+        adapter,
+        engine,
+        output,
+        None if dtype is None else ADAPTER_DTYPES[dtype],
+        model=model,
+        gate=parse_gate(gate or "quick"),
+        calib_data=calib_data,
+    )
     show_report(made, None if as_json else describe_adapter, err=True)
 
 
