@@ -84,6 +84,7 @@ class AsyncLLM:
     def _begin(self, core: EngineCore | EmbeddingCore, owned: Engine | None) -> None:
         """Starts the thread; `owned` is an engine that is closed with it."""
         self.engine, self.max_model_len = core.engine, core.max_model_len
+        self.max_loras = core.max_loras
         executor = core.executor
         self.memory_plan, self.isa, self.threads = executor.memory_plan, executor.isa, executor.threads
         self._thread = EngineThread(core, partial(_post, self._loop))

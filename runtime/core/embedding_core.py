@@ -92,6 +92,8 @@ class EmbeddingCore:
         """Releases memory and threads."""
         self.executor.close()
 
+    max_loras: int | None = None  # embedding models have no adapters
+
     @property
     def max_model_len(self) -> int:
         """Maximum number of tokens of a text."""

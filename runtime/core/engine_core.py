@@ -101,7 +101,7 @@ class EngineCore:
             chunk=config.prefill_chunk_size,
             cost=self._prompt_cost.at,
             goal=goal,
-            adapters=self._adapter_slots(config),
+            adapters=self._adapter_slots(),
         )
         self._speculator = open_speculator(engine, config, self.executor)
         self._drafting = Drafting(self._scheduler, self._sampler, self._speculator, limits.sequences)
@@ -122,13 +122,18 @@ class EngineCore:
             seconds = partial(prompt_s, self._step_cost, self._prompt_cost)
             self._stores = Stores(engine, config, self.executor, self._scheduler, seconds)
 
-    def _adapter_slots(self, config: RuntimeConfig) -> AdapterSlots | None:
+    @property
+    def max_loras(self) -> int | None:
+        """Maximum number of adapters in a step; None without `enable_lora`."""
+        return (self._config.max_loras or self._config.max_num_seqs) if self._config.enable_lora else None
+
+    def _adapter_slots(self) -> AdapterSlots | None:
         """Slots of the executor for adapters; None without `enable_lora`."""
-        if not config.enable_lora:
+        if self.max_loras is None:
             return None
         executor = self.executor
         assert isinstance(executor, CpuExecutor), "model_plan refuses other devices"
-        return AdapterSlots(config.max_loras or config.max_num_seqs, executor.load_adapter, executor.unload_adapter)
+        return AdapterSlots(self.max_loras, executor.load_adapter, executor.unload_adapter)
 
     @property
     def _steps_ahead(self) -> int:

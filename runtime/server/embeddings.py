@@ -262,6 +262,11 @@ class Texts:
             service.live.discard(self)
 
     @property
+    def adapter_name(self) -> str:
+        """Empty: embedding models have no adapters."""
+        return ""
+
+    @property
     def is_waiting(self) -> bool:
         """False: texts are computed as soon as they are tokenized."""
         return False

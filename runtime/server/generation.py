@@ -112,6 +112,11 @@ class Generation:
         self._started = False  # True once the response's head was sent
 
     @property
+    def adapter_name(self) -> str:
+        """Name of the adapter, as the request has it; empty without one."""
+        return "" if self.adapter is None else str(self._log.model).rpartition(":")[2]
+
+    @property
     def is_waiting(self) -> bool:
         """True until the engine has begun with all prompts."""
         return not self._requests or any(request.request.queue_s is None for request in self._requests)
@@ -346,9 +351,7 @@ class Generation:
                 metrics.structured_done(choice.finish_reason, is_cut=is_cut)
         may_call = any(parser.may_call for parser in parsers)
         tenant_class = self._service.tenant_classes.get(self._work.tenant)
-        adapter = None
-        if self._service.config.has_adapters:
-            adapter = "" if self.adapter is None else str(self._log.model).rpartition(":")[2]
+        adapter = self.adapter_name if self._service.config.has_adapters else None
         values = slice_values(request, may_call=may_call, work=self._work, tenant_class=tenant_class, adapter=adapter)
         metrics.slices.add(values, measured)
 

@@ -59,6 +59,7 @@ VLLM_NAMES = frozenset(
         "request_params_max_tokens",
         "request_params_n",
         "iteration_tokens_total",
+        "lora_requests_info",
         "cache_config_info",
     )
 )
@@ -93,7 +94,7 @@ def rejections(counts: Mapping[int, int], model: str) -> Metric:
 def as_vllm(family: Metric) -> Metric | None:
     """The metric under vLLM's name and with its labels; None if vLLM has no such metric.
 
-    Source: vllm/v1/metrics/loggers.py. `lora_requests_info` is left out, as vLLM does without adapters.
+    Source: vllm/v1/metrics/loggers.py.
     """
     name = family.name.removeprefix(PREFIX)
     if name not in VLLM_NAMES:
@@ -109,6 +110,10 @@ class LiveRequest(Protocol):
     """A request that has not ended."""
 
     arrived: float  # time of arrival, by time.perf_counter, in seconds
+
+    @property
+    def adapter_name(self) -> str:
+        """Name of its adapter; empty without one."""
 
     @property
     def is_waiting(self) -> bool:
@@ -128,6 +133,7 @@ class Metrics:
     def __init__(self, stats: Callable[[], Stats], model: str, content_hash: str, max_model_len: int) -> None:
         self._stats, self._model, self._content_hash = stats, model, content_hash
         self.cache: KvBlocks | None = None  # KV blocks since the engine was last opened
+        self.max_loras: int | None = None  # maximum number of adapters in a step; None: requests cannot have any
         self.live: Collection[LiveRequest] = ()  # requests that have not ended, since the engine was last opened
         self.opening = Histogram(FIRST_TOKEN_S)  # seconds, from when there is memory for the engine
         self.first_token = Histogram(FIRST_TOKEN_S)
@@ -282,11 +288,26 @@ class Metrics:
             )
             cache.add_metric([self._model, str(self.cache.block_size), str(self.cache.count)], 1)
             yield cache
+        if self.max_loras is not None:
+            yield self._adapters(self.max_loras)
         build = GaugeMetricFamily(
             PREFIX + "build_info", "Version and engine; 1.", labels=["model_name", "version", "content_hash"]
         )
         build.add_metric([self._model, __version__, self._content_hash], 1)
         yield build
+
+    def _adapters(self, max_loras: int) -> Metric:
+        """Adapters of live requests, in the form in which routers read them of vLLM; the value is the time."""
+        waiting, running = [
+            ",".join(sorted({one.adapter_name for one in self.live if one.is_waiting == is_waiting} - {""}))
+            for is_waiting in (True, False)
+        ]
+        labels = ["model_name", "max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        family = GaugeMetricFamily(
+            PREFIX + "lora_requests_info", "Adapters of requests, comma-separated; seconds since 1970.", labels=labels
+        )
+        family.add_metric([self._model, str(max_loras), waiting, running], time.time())
+        return family
 
     def _max_age_s(self, *, is_waiting: bool) -> float:
         """Seconds since the oldest live request arrived, of those that wait or of those that run; 0: there is none."""

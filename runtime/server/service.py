@@ -45,6 +45,7 @@ class Service:
         self.fingerprint = f"fp_{engine.manifest.content_hash[:12]}"
         self.metrics = metrics or Metrics(llm.stats, self.models[0], engine.manifest.content_hash, llm.max_model_len)
         self.metrics.cache = KvBlocks.of(engine.plan.caches, llm.memory_plan.num_blocks)
+        self.metrics.max_loras = llm.max_loras
         self.admission = Admission(
             llm.memory_plan.limits.sequences + config.max_num_waiting,
             config.max_waiting_tokens,

@@ -1,6 +1,7 @@
 """Adapters over HTTP: names of models, what is listed, and updates by holders of an admin key."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.server.config import ServerConfig
 from tests.helpers.adapters import prepared, trained
 from tests.helpers.engines import folder_of_engines
-from tests.helpers.serving import CHAT, HELLO, Running
+from tests.helpers.serving import CHAT, HELLO, Running, wait_until
 from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
 
 ADMIN = {"Authorization": "Bearer admin"}
@@ -166,6 +167,27 @@ def test_metrics_are_sliced_by_adapter(server: Running) -> None:
     for value, count in ("none", 1), ("law", 2), ("poet", 1):
         line = f'enginewright_sliced_requests_total{{model_name="base",slice="adapter",value="{value}"}} {count}.0'
         assert line in page, value
+
+
+def test_routers_see_adapters_of_live_requests(files: dict[str, Path]) -> None:
+    """The gauge that Kubernetes' inference gateway reads of vLLM."""
+    config = ServerConfig(lora_modules=(f"law={files['lawyer']}", f"poet={files['poet']}"), metrics_compat="vllm")
+    body = {"messages": HELLO, "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+    def shown(server: Running, running: str, waiting: str) -> bool:
+        lines = server.ask("GET", "/metrics").body.decode().splitlines()
+        (line,) = [line for line in lines if line.startswith("vllm:lora_requests_info{")]
+        assert 'max_lora="1"' in line and abs(float(line.rpartition(" ")[2]) - time.time()) < 3600
+        return f'running_lora_adapters="{running}"' in line and f'waiting_lora_adapters="{waiting}"' in line
+
+    with Running(files["one"], config, {**LORA, "max_num_seqs": 1, "max_loras": 1}) as server:
+        assert shown(server, "", "")
+        first = server.begin(CHAT, {**body, "model": "poet"})
+        with server.held_steps(), server.connect() as second:
+            server.until_held()
+            server.send(second, CHAT, {**body, "model": "law"})
+            wait_until(lambda: shown(server, "poet", "law"))
+        assert first().status == 200
 
 
 @pytest.mark.parametrize(
