@@ -21,10 +21,11 @@ from cryptography.x509.oid import NameOID
 
 from enginewright.cli import main
 from enginewright.engine_file import EngineFile
+from tests.helpers.adapters import prepared, trained
 from tests.helpers.engines import copied
 from tests.helpers.odd_files import ODD_FILES, make_sparse
 from tests.helpers.outputs import read_end
-from tests.helpers.tiny import tiny_checkpoint
+from tests.helpers.tiny import tiny_checkpoint, tiny_config, tiny_model
 
 GITHUB = ("--identity", "https://github.com/o/r/.github/workflows/w.yml@refs/heads/main", "--issuer", "https://i")
 PEM, NO_PASSWORD = serialization.Encoding.PEM, serialization.NoEncryption()
@@ -126,6 +127,18 @@ def test_a_key(folder: Path) -> None:
     assert "not checked" in verified(engine)["signature"]
     said = refused(8, "verify", engine, "--key", folder / "other.pub")
     assert f"is not signed by the key {folder / 'other.pub'}" in said
+
+
+def test_an_adapter(folder: Path) -> None:
+    trained(tiny_model(tiny_config("llama")), folder / "poet", target_modules=["q_proj"])
+    adapter = prepared(folder / "x.engine", folder / "poet")
+    assert run("sign", adapter, "--key", folder / "mine.pem").exit_code == 0
+    report = verified(adapter, "--key", folder / "mine.pub")
+    assert report["signature"].startswith("right: of the key") and report["hashes"] == "right"
+    data = bytearray(adapter.read_bytes())
+    data[-1] ^= 1
+    adapter.write_bytes(data)
+    assert "has been changed or replaced" in refused(8, "verify", adapter, "--key", folder / "mine.pub")
 
 
 def test_where_a_signature_is_written(folder: Path) -> None:
