@@ -111,6 +111,12 @@ class MergedCheckpoint:
         self._updates: dict[str, list[Change]] = {}  # name of a tensor → updates that change it
         self._untied: dict[str, str] = {}  # name of a tensor that the base lacks → tensor of the base that it begins as
         for adapter in adapters:
+            if adapter.config.invocation_tokens:
+                raise UnsupportedModelError(
+                    f"the adapter {adapter.name} cannot be merged",
+                    "alora_invocation_tokens says that only some tokens have it",
+                    "Serve it: prepare it with `engine adapter`.",
+                )
             for update in adapter.updates.values():
                 self._add(adapter, update)
         for updates in self._updates.values():

@@ -43,7 +43,6 @@ HARMLESS: Mapping[str, str] = {
 }
 # Keys of features that are not implemented, and refused unless they are off.
 REFUSED = (
-    "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
     "layer_replication",
@@ -68,6 +67,8 @@ class PeftConfig:
     use_dora: bool  # True: rows of merged weights are scaled to learned lengths
     fan_in_fan_out: bool  # True: weights are stored [in, out]
     adapts_experts: bool  # True: `target_parameters` name the matrices of experts
+    # tokens that invoke it: it is for them and what follows them (aLoRA); empty: it is for all tokens
+    invocation_tokens: tuple[int, ...]
     token_indices: Mapping[str, tuple[int, ...]]  # name of an embedding, or "" → ids of tokens with rows of their own
 
     def rank_of(self, module: str) -> int:
@@ -115,6 +116,7 @@ def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:
         use_dora=config.read(bool, "use_dora", default=False),
         fan_in_fan_out=config.read(bool, "fan_in_fan_out", default=False),
         adapts_experts=_adapts_experts(config),
+        invocation_tokens=tuple(config.read_list(int, "alora_invocation_tokens") or ()),
         token_indices=_token_indices(config, is_by_name=isinstance(values.get("trainable_token_indices"), Mapping)),
     )
     config.refuse_any_unread(HARMLESS.keys())

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from enginewright import __version__
-from enginewright.adapter_file import ADAPTER, MAX_RANK, AdapterEntries, AdapterFile, FactorDType, SiteEntry
+from enginewright.adapter_file import (
+    ADAPTER,
+    MAX_INVOCATION_TOKENS,
+    MAX_RANK,
+    AdapterEntries,
+    AdapterFile,
+    FactorDType,
+    SiteEntry,
+)
 from enginewright.adapter_sites import read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
@@ -83,7 +91,7 @@ def prepare(
     progress = progress or Silent()
     progress.phase("find the layers")
     layers = [EngineLayer(engine.file, site) for site in read_sites(engine.file).sites]
-    _check(adapter, layers, engine.file.path)
+    _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
     layers = [layer for layer in layers if layer.modules & adapter.updates.keys()]
     calls = {name: call for call in engine.plan.calls if (name := weight_of(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
@@ -100,7 +108,7 @@ def prepare(
                 writer.add(name, pack(typed, packed), **asdict(packed))
             entries.append(entry)
             progress.advance(1)
-        writer.add(ADAPTER, AdapterEntries(tuple(entries)).to_json())
+        writer.add(ADAPTER, AdapterEntries(tuple(entries), adapter.config.invocation_tokens).to_json())
         about = _about(adapter, engine)
         quality = QualityReport("off")
         if measure is not None:
@@ -142,8 +150,13 @@ def _about(adapter: Adapter, engine: Engine) -> About:
     )
 
 
-def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path) -> None:
+def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path, vocab_size: int) -> None:
     """Refuses an adapter of which a part would be left out, or that does not fit the engine's layers."""
+    if (count := len(adapter.config.invocation_tokens)) > MAX_INVOCATION_TOKENS:
+        raise adapter.error(f"{count} tokens invoke it, and at most {MAX_INVOCATION_TOKENS} are possible")
+    for token in adapter.config.invocation_tokens:
+        if not 0 <= token < vocab_size:
+            raise adapter.error(f"the invocation token {token} is none of the engine's {vocab_size}")
     for update in adapter.updates.values():
         module, own = update.module, [layer for layer in layers if update.module in layer.modules]
         if (why := _refusal(update, has_site=bool(own))) is not None:

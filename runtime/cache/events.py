@@ -54,7 +54,12 @@ class CacheEvents:
             self._events.append(BlocksRemoved(group, [key]))
 
     def published(
-        self, keys: Sequence[bytes], token_ids: Sequence[int], cache_salt: str, adapter: str | None = None
+        self,
+        keys: Sequence[bytes],
+        token_ids: Sequence[int],
+        cache_salt: str,
+        adapter: str | None = None,
+        first_adapted: int = 0,
     ) -> None:
         """Makes events of the blocks that can be found since the last call, all of which belong to this sequence.
 
@@ -63,6 +68,7 @@ class CacheEvents:
             token_ids: its tokens, at least those of its full blocks.
             cache_salt: its salt.
             adapter: name of its adapter; None: it has none.
+            first_adapted: first block with tokens that have the adapter.
         """
         for group, new in self._new.items():
             places = list[int]()
@@ -76,11 +82,12 @@ class CacheEvents:
                 if first < end:
                     continue
                 end = first + 1
-                while end < len(keys) and keys[end] in new:
+                while end < len(keys) and keys[end] in new and end != first_adapted:
                     end += 1
                 tokens = token_ids[first * self._block_size : end * self._block_size]
                 parent = keys[first - 1] if first else None
-                self._events.append(BlocksStored(group, list(keys[first:end]), parent, tokens, cache_salt, adapter))
+                name = adapter if first >= first_adapted else None
+                self._events.append(BlocksStored(group, list(keys[first:end]), parent, tokens, cache_salt, name))
         self._new.clear()
 
     def flush(self) -> None:

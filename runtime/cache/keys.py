@@ -14,14 +14,14 @@ class PrefixKeys:
         block_size: number of tokens of a block.
         salt: sequences of different salts share nothing, so that response times do not reveal the prompts of others.
         adapter: content hash of the sequence's adapter, on which its keys and values depend; empty: it has none.
+        adapter_from: first position with the adapter. Blocks before it are those of sequences without one.
     """
 
-    def __init__(self, block_size: int, salt: str = "", adapter: str = "") -> None:
+    def __init__(self, block_size: int, salt: str = "", adapter: str = "", adapter_from: int = 0) -> None:
         self._block_size = block_size
-        # No salt, however it is chosen, gives the root of a sequence with an adapter.
-        self._root = (
-            digest(bytes.fromhex(adapter), salt.encode(), sha256) if adapter else sha256(salt.encode()).digest()
-        )
+        self._root = sha256(salt.encode()).digest()
+        self._adapter = bytes.fromhex(adapter)
+        self._first_adapted, self._offset = divmod(adapter_from, block_size)  # block and position in it
         self._keys: list[bytes] = []
 
     def copy(self) -> "PrefixKeys":
@@ -40,7 +40,12 @@ class PrefixKeys:
             num_blocks: number of full blocks.
         """
         while len(self._keys) < num_blocks:
-            start = len(self._keys) * self._block_size
+            block, parent = len(self._keys), self._keys[-1] if self._keys else self._root
+            if self._adapter and block == self._first_adapted:
+                # No salt and no tokens, however they are chosen, lead to the keys of an adapter. The same tokens may
+                # have it from another position on, if what invokes it there goes on in the next block.
+                parent = digest(self._adapter, parent + self._offset.to_bytes(4, "little"), sha256)
+            start = block * self._block_size
             tokens = array("I", token_ids[start : start + self._block_size])
-            self._keys.append(sha256((self._keys[-1] if self._keys else self._root) + tokens.tobytes()).digest())
+            self._keys.append(sha256(parent + tokens.tobytes()).digest())
         return self._keys if len(self._keys) == num_blocks else self._keys[:num_blocks]

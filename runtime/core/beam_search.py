@@ -92,6 +92,7 @@ class BeamSearch(RequestKind):
             work=parent.work,
             retention=parent.retention,
             adapter=parent.adapter,
+            adapter_from=parent.adapter_from,
             is_beam=True,
         )
         self._live.fork(parent, child)

@@ -243,8 +243,10 @@ class EngineCore:
         params = params.clone()  # the caller may change them later
         if leases_prompt:
             _check_lease(params, self.transfer)
+        adapter_from = 0
         if adapter is not None:
             check_adapter(adapter, self.engine, self._config)
+            adapter_from = adapter.first_position(prompt)
         vocab_size, ends = self.engine.plan.vocab_size, () if params.ignore_eos else self._eos_token_ids
         check_prompt(prompt, vocab_size, self.max_model_len)
         max_total_tokens = self.max_model_len
@@ -264,6 +266,7 @@ class EngineCore:
                 work=work,
                 retention=retention,
                 adapter=adapter,
+                adapter_from=adapter_from,
                 is_beam=True,
             )
             first.cache.fetched = fetched
@@ -292,6 +295,7 @@ class EngineCore:
                 work=work,
                 retention=retention,
                 adapter=adapter,
+                adapter_from=adapter_from,
             )
             stops = StopStrings(matcher, include=params.include_stop_str_in_output) if matcher else None
             detokenizer = self._detokenizer(request, prompt)

@@ -40,7 +40,7 @@ class SharedPrefixes:
         """
         if self.enabled and sequence.request is not None and not sequence.state.needs_prompt_logits:
             adapter = "" if sequence.adapter is None else sequence.adapter.content_hash
-            sequence.cache.keys = PrefixKeys(self._block_size, sequence.cache_salt, adapter)
+            sequence.cache.keys = PrefixKeys(self._block_size, sequence.cache_salt, adapter, sequence.adapter_from)
 
     def find(self, sequence: TokenSequence) -> Sequence[bytes] | None:
         """Keys of the longest cached prefix; None if another sequence is computing the next block of it."""
@@ -118,7 +118,8 @@ class SharedPrefixes:
     def _report(self, sequence: TokenSequence, keys: Sequence[bytes]) -> None:
         if self._events is not None:
             adapter = None if sequence.adapter is None else sequence.adapter.name
-            self._events.published(keys, sequence.token_ids, sequence.cache_salt, adapter)
+            first_adapted = sequence.adapter_from // self._block_size
+            self._events.published(keys, sequence.token_ids, sequence.cache_salt, adapter, first_adapted)
 
     def _keys(self, sequence: TokenSequence, num_tokens: int) -> Sequence[bytes]:
         """Keys of the full blocks within the first tokens of a sequence."""

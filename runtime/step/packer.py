@@ -111,7 +111,7 @@ class Packer:
             "logit_rows": np.array(logit_rows, np.int32),
             "first_rows": starts[:-1],
             "token_types": _token_types(sequences, owners, positions),
-            "adapter_slots": np.array([sequence.state.adapter_slot for sequence in sequences], np.int32)[owners],
+            "adapter_slots": _adapter_slots(sequences, owners, positions),
         }
         self._gather()
         for paged in self._paged:
@@ -165,6 +165,23 @@ class Packer:
         width = -(-self._longest // self._block_size)
         for paged in self._paged:
             self._arrays[paged.table_name] = paged.table[self._rows, :width]
+
+
+def _adapter_slots(
+    sequences: Sequence[TokenSequence], owners: NDArray[np.intp], positions: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Slot of each token's adapter; -1: it has none.
+
+    Args:
+        sequences: those of the step.
+        owners: index in `sequences` of each token.
+        positions: position of each token in its sequence.
+    """
+    slots = np.array([sequence.state.adapter_slot for sequence in sequences], np.int32)
+    if slots.max() < 0:
+        return slots[owners]
+    begins = np.array([sequence.adapter_from for sequence in sequences], np.int32)
+    return np.where(positions >= begins[owners], slots[owners], np.int32(-1))
 
 
 def _token_types(

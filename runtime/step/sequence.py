@@ -73,6 +73,7 @@ class TokenSequence:
     retention: Retention = NOT_RETAINED  # hint for what it leaves in the prefix cache
     is_beam: bool = False  # true of a beam: a beam search chooses its next token among the likeliest ones
     adapter: AdapterFile | None = None  # adapter that it is computed with; None: the engine's own weights
+    adapter_from: int = 0  # first position that is computed with the adapter; those before it are the engine's own
     finish_reason: str | None = None  # "stop", "length", "error" or "abort"
     cache: CacheHandle = field(default_factory=CacheHandle)  # its holdings in the caches
     state: ScheduleState = field(init=False)  # its progress

@@ -9,7 +9,7 @@ over the pieces that the row is in, before the epilogue: acc is the engine's pro
 docs/engine-file.md specifies the format.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from enginewright.manifest import MAX_BYTES, WEIGHTS, Manifest, SectionForm
 
 ADAPTER = "adapter.json"  # name of the section that lists the sites
 MAX_RANK = 320  # rank of a layer's matrices
+MAX_INVOCATION_TOKENS = 256  # tokens that invoke an adapter
 RANK_ALIGN = 16  # ranks of a site are padded with zero rows of A to a multiple of this
 FactorDType = Literal["bf16", "i8"]  # dtypes of A and B
 PREPARE_AGAIN = "Prepare it again with `engine adapter`."
@@ -85,10 +86,12 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
             _require(found == expected, f"section {name} is not there as {expected}")
 
 
-class AdapterEntries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AdapterEntries(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The content of `adapter.json`."""
 
     sites: tuple[SiteEntry, ...]  # sites, in the order of the plan's calls
+    # tokens that invoke it: it is for them and what follows them; empty: it is for all tokens (aLoRA)
+    invocation_tokens: tuple[int, ...] = ()
 
     def to_json(self) -> bytes:
         """Encodes the entries as canonical JSON."""
@@ -109,6 +112,7 @@ class AdapterEntries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             entries = msgspec.json.decode(data, type=AdapterEntries)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CorruptEngineError("the adapter cannot be used", str(error), PREPARE_AGAIN) from error
+        _require(len(entries.invocation_tokens) <= MAX_INVOCATION_TOKENS, "too many tokens invoke it")
         _require(len({site.weight for site in entries.sites}) == len(entries.sites), "two of its sites have one weight")
         for site in entries.sites:
             site.check(sections)
@@ -156,6 +160,7 @@ class AdapterFile:
         content_hash: hash of its content.
         engine_hash: hash of the content of the engine that it is for.
         sites: name of a weight in the plan → what is changed there.
+        invocation_tokens: tokens that invoke it; empty: it is for all tokens.
         max_rank: the largest rank of a layer's matrices.
         num_bytes: bytes of all matrices and vectors.
     """
@@ -164,8 +169,9 @@ class AdapterFile:
         self.file = file
         self.name, self.content_hash = file.manifest.name, file.manifest.content_hash
         self.engine_hash = engine_hash
-        entries = AdapterEntries.from_json(file.read_section(ADAPTER), file.sections).sites
-        self.sites: Mapping[str, SiteAdapter] = MappingProxyType({one.weight: self._site(one) for one in entries})
+        entries = AdapterEntries.from_json(file.read_section(ADAPTER), file.sections)
+        self.invocation_tokens = entries.invocation_tokens
+        self.sites: Mapping[str, SiteAdapter] = MappingProxyType({one.weight: self._site(one) for one in entries.sites})
         pieces = (piece for site in self.sites.values() for piece in site.pieces)
         self.max_rank = max((piece.rank for piece in pieces), default=0)
         self.num_bytes = sum(form.nbytes for name, form in file.sections.items() if name.startswith(WEIGHTS))
@@ -214,6 +220,29 @@ class AdapterFile:
             form = engine.sections.get(f"{WEIGHTS}{weight}")
             fits = form is not None and form.shape == (site.rows, site.columns)
             _require(fits, f"the engine has no {weight} of {site.rows} × {site.columns}")
+
+    def first_position(self, prompt: Sequence[int]) -> int:
+        """Finds the first position of a prompt that has the adapter: where it is invoked last, or the first one.
+
+        Source: https://arxiv.org/abs/2504.12397 (activated LoRA).
+
+        Args:
+            prompt: token ids.
+
+        Raises:
+            UsageError: the prompt does not invoke it.
+        """
+        wanted = list(self.invocation_tokens)
+        if not wanted:
+            return 0
+        for position in range(len(prompt) - len(wanted), -1, -1):
+            if prompt[position] == wanted[0] and list(prompt[position : position + len(wanted)]) == wanted:
+                return position
+        raise UsageError(
+            f"the adapter {self.name} is not invoked",
+            f"the prompt does not have its invocation tokens {', '.join(map(str, wanted))}",
+            "Ask the engine itself, or end the prompt with the text that the adapter was trained with.",
+        )
 
     def close(self) -> None:
         """Closes the file; the matrices stay valid."""

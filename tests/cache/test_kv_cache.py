@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from enginewright.plan import PagedCache
 from enginewright.runtime.cache.cache import Cache
+from enginewright.runtime.cache.events import BlocksStored, CacheEvent, CacheEvents
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.paged import BlockTable, blocks_of
 from enginewright.runtime.cache.pool import Pool
@@ -129,6 +130,19 @@ def test_what_was_reserved_to_one_is_not_reserved_to_another() -> None:
     assert not cache.grow(second, 9) and cache.grow(second, 8)
 
 
+def test_events_name_an_adapter_where_it_begins() -> None:
+    found = list[CacheEvent]()
+    events, keys = CacheEvents(4, found.extend), PrefixKeys(4, "salt", 32 * "00", 9).of(range(16), 4)
+    for key in keys:
+        events.changed(0, key, True)
+    events.published(keys, range(16), "salt", "judge", 9 // 4)
+    events.flush()
+    assert found == [
+        BlocksStored(0, keys[:2], None, range(8), "salt"),
+        BlocksStored(0, keys[2:], keys[1], range(8, 16), "salt", "judge"),
+    ]
+
+
 def test_keys_are_chained_hashes() -> None:
     keys = PrefixKeys(4, "salt").of(range(10), 2)
     first = sha256(sha256(b"salt").digest() + np.arange(4, dtype=np.int32).tobytes()).digest()
@@ -137,6 +151,9 @@ def test_keys_are_chained_hashes() -> None:
     assert len({keys[0], keys[1], one[0], one[1], other[0], other[1]}) == 6, "an adapter has keys of its own"
     assert PrefixKeys(4, "other", 32 * "00").of(range(10), 1)[0] not in {*keys, *one}
     assert PrefixKeys(4, "other").of(range(10), 1) != keys[:1]
+    later = [PrefixKeys(4, "salt", 32 * "00", first).of(range(10), 2) for first in (4, 5)]
+    assert [late[0] for late in later] == keys[:1] * 2, "blocks before an adapter are those of sequences without one"
+    assert len({keys[1], one[1], *(late[1] for late in later)}) == 4, "the same tokens may have it from another on"
     assert PrefixKeys(4).of([1, 0, 0, 0, 1, 2, 3, 4], 2)[1] != PrefixKeys(4).of([2, 0, 0, 0, 1, 2, 3, 4], 2)[1]
 
 
