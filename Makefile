@@ -53,7 +53,8 @@ AXE_PACKAGE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 
 # One thread each, because test workers share the cores.
-PYTEST := OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
+# Workers and processes of tests share compiled modules, also where the environment would not have them written.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ENGINEWRIGHT_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
 # Tests and settings of `make sanitize`. Python itself is not instrumented, so the sanitizer's library must be loaded
 # before it, and C++'s library too, for exceptions. Python's leaks at exit are not reported. Tests refuse allocations on

@@ -24,6 +24,7 @@ from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.int4_awq import by_importance, smooth_by_mean
 from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.method import Calibration, QuantConfig, StoredTensor, stored
+from enginewright.passes.quant.smooth import SmoothWithoutData
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.passes.streaming import Replacements, Substitute, stream
 from enginewright.passes.weights import open_rows, shape_of
@@ -62,8 +63,8 @@ class Auto(W8A8):
         return [smooth_by_mean(MEASURED, calibration), Mix(float(self.bits), calibration)]
 
     def plan_without_data(self) -> Sequence[Pass]:
-        """Lists the pass that mixes formats as if all layers were equally sensitive."""
-        return [MixWithoutData(float(self.bits))]
+        """Lists the passes that scale without texts, and that mix formats as if all layers were equally sensitive."""
+        return [SmoothWithoutData(), MixWithoutData(float(self.bits))]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from enginewright.passes.quant.choose import Choose, ChooseRows, Parts
 from enginewright.passes.quant.int4_codes import fitted
 from enginewright.passes.quant.int4_rtn import Int4Rtn
 from enginewright.passes.quant.method import Calibration, QuantConfig
-from enginewright.passes.quant.smooth import Smooth
+from enginewright.passes.quant.smooth import Smooth, SmoothWithoutData
 from enginewright.quant_methods import MethodInfo
 
 
@@ -28,6 +28,10 @@ class Int4Awq(Int4Rtn):
     def prepare(self, calibration: Calibration) -> Sequence[Pass]:
         """Lists the passes that smooth, and that fit scales."""
         return [smooth_by_mean(self, calibration), Choose(lambda weight: self, calibration, by_importance)]
+
+    def plan_without_data(self) -> Sequence[Pass]:
+        """Lists the pass that scales without texts."""
+        return [SmoothWithoutData()]
 
 
 def smooth_by_mean(config: QuantConfig, calibration: Calibration) -> Smooth:

@@ -13,7 +13,7 @@ from enginewright import quant_methods
 from enginewright.errors import UsageError
 from enginewright.passes.pass_manager import Pass
 from enginewright.passes.quant.method import Calibration, QuantConfig
-from enginewright.passes.quant.smooth import Smooth
+from enginewright.passes.quant.smooth import Smooth, SmoothWithoutData
 from enginewright.passes.quant.static_scales import FixScales, observed_amax
 from enginewright.passes.quant.w8a8 import W8A8
 from enginewright.plugins.target import Target
@@ -52,8 +52,9 @@ class Int8Sq(W8A8):
         return [smooth, FixScales(self.group_size, calibration)] if self._static else [smooth]
 
     def plan_without_data(self) -> Sequence[Pass]:
-        """Lists the pass that gives static scales their place in the plan."""
-        return [FixScales(self.group_size, None)] if self._static else []
+        """Lists the passes that scale without texts, and that give static scales their place in the plan."""
+        smooth = SmoothWithoutData()
+        return [smooth, FixScales(self.group_size, None)] if self._static else [smooth]
 
     def amax_of(self, runs: torch.Tensor, target: Target) -> torch.Tensor:
         """Returns the observed amax for static scales, otherwise that of each token."""

@@ -33,7 +33,7 @@ CASES = [("llama", quant) for quant in (*EXACT, Int8Sq(activation_scheme="static
     (family, Int4Rtn()) for family in OF_KERNELS if family != "llama"
 ]
 
-SOME = [("llama", quant) for quant in EXACT if quant.name in ("bf16", "w8a8", "int4-gptq")]
+SOME = [("llama", quant) for quant in EXACT if quant.name in ("bf16", "int4-awq", "int4-gptq")]
 SOME += [case for case in CASES if case[0] in ("gemma3_text", "gpt_oss")]
 
 
@@ -133,7 +133,8 @@ def test_the_draft_and_waiting_codes_take_their_space_on_the_disk(tmp_path: Path
         return forecast(checkpoint, BuildConfig(quant=quant), tmp_path / "x.engine", Silent())
 
     rounded, chosen, smoothed, draft = map(said, (Int4Rtn(), Int4Gptq(), Int8Sq(), W8A8()))
-    assert rounded.disk_bytes == rounded.file_bytes == chosen.file_bytes < draft.file_bytes == smoothed.disk_bytes
+    assert rounded.disk_bytes == rounded.file_bytes == chosen.file_bytes < draft.file_bytes
+    assert draft.file_bytes < smoothed.disk_bytes == smoothed.file_bytes, "adapters need its factors"
     codes = sum(rows * columns for rows, columns in 3 * [(96, 48), (48, 48), (148, 48), (48, 74)])
     assert codes < chosen.disk_bytes - chosen.file_bytes < 2 * codes
 
