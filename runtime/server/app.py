@@ -13,10 +13,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from enginewright import __version__
 from enginewright.runtime.api.async_llm import AsyncLLM, Structure
@@ -102,6 +103,7 @@ class App:
                 Route("/metrics", self._metrics),
                 *(page.routes if page else ()),
             ],
+            middleware=[Middleware(NotedDepartures)],
             exception_handlers={ApiError: self._refuse, HTTPException: self._no_route, Exception: self._crash},
         )
         self._starlette.router.redirect_slashes = False  # it would go where the Host header says
@@ -245,6 +247,23 @@ class App:
         return await self._refuse(request, internal())
 
 
+class NotedDepartures:
+    """Ends the requests of clients that have disconnected, on all routes; their log lines say so.
+
+    Args:
+        app: the routes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except ClientGone:
+            scope["log"].is_gone = True
+
+
 @dataclass(frozen=True)
 class ParsedRequest:
     """A request that generates, read and checked."""
@@ -285,36 +304,33 @@ class CompletionRoute(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived, log = time.perf_counter(), scope["log"]
-        try:
-            async with self._ready(scope, receive) as ready:
-                body, service = ready.body, ready.service
-                tokenizer = service.llm.engine.tokenizer
-                id = f"{self._form.id_prefix}{token_hex(12)}"
-                form = ready.form(id, log.model, service.fingerprint, tokenizer, body.include())
-                log.request_id = id
-                salt = f"{scope['tenant']}{body.cache_salt or ''}"
-                parsers, params = partial(body.parsers, tokenizer), ready.params
-                structure: Structure | None = partial(body.structure, tokenizer)
-                if body.leases_prompt:  # the other server writes the answer
-                    params = replace(params, max_tokens=1, min_tokens=0, structured_outputs=None)
-                    structure = None
-                generation = Generation(
-                    service,
-                    form,
-                    params,
-                    arrived,
-                    log,
-                    parsers,
-                    structure,
-                    ready.work,
-                    ready.retention,
-                    body.timeout,
-                    body.kv_transfer_params,
-                    ready.adapter,
-                )
-                await generation.run(ready.prompts, salt, bool(body.stream), receive, send)
-        except ClientGone:
-            log.is_gone = True
+        async with self._ready(scope, receive) as ready:
+            body, service = ready.body, ready.service
+            tokenizer = service.llm.engine.tokenizer
+            id = f"{self._form.id_prefix}{token_hex(12)}"
+            form = ready.form(id, log.model, service.fingerprint, tokenizer, body.include())
+            log.request_id = id
+            salt = f"{scope['tenant']}{body.cache_salt or ''}"
+            parsers, params = partial(body.parsers, tokenizer), ready.params
+            structure: Structure | None = partial(body.structure, tokenizer)
+            if body.leases_prompt:  # the other server writes the answer
+                params = replace(params, max_tokens=1, min_tokens=0, structured_outputs=None)
+                structure = None
+            generation = Generation(
+                service,
+                form,
+                params,
+                arrived,
+                log,
+                parsers,
+                structure,
+                ready.work,
+                ready.retention,
+                body.timeout,
+                body.kv_transfer_params,
+                ready.adapter,
+            )
+            await generation.run(ready.prompts, salt, bool(body.stream), receive, send)
 
     async def _render(self, request: Request) -> Response:
         """Token ids of the prompts that a request would show to the model, in vLLM's form; nothing is computed.

@@ -205,8 +205,6 @@ class TextsRoute:
                 await send_json(send, 200, await asyncio.to_thread(encode, whole))
         except EngineError as error:
             raise from_engine(error, self._key) from None
-        except ClientGone:
-            log.is_gone = True
 
 
 class Texts:

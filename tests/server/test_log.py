@@ -1,5 +1,6 @@
 """The server's log: a line for each request, throughput, warnings and tracebacks; as text and JSON, never too much."""
 
+import asyncio
 import json
 import logging
 import os
@@ -207,6 +208,27 @@ def test_clients_that_leave() -> None:
     assert (request["status"], request["code"], request["level"]) == (499, "client_gone", "info")
     assert request["finish_reasons"] == {"abort": 2} and request["output_tokens"] >= 0
     assert all(line["status"] == 499 for line in events(lines, "gone")), "unless it left before its head was read"
+
+
+def test_clients_that_leave_in_their_body() -> None:
+    """On every kind of route: a line each, and no traceback of a crash."""
+    paths = [COMPLETIONS, CHAT, f"{CHAT}/render", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
+    paths += ["/v1/embeddings", "/tokenize", "/detokenize", "/rerank"]
+    with logged() as lines, running() as server:
+
+        def num_tasks() -> int:
+            return server.call(lambda: len(asyncio.all_tasks(server._loop)))  # type: ignore[no-any-return]
+
+        before = num_tasks()
+        for path in paths:
+            with server.connect() as connection:
+                fields = "Content-Type: application/json\r\nContent-Length: 9\r\nExpect: 100-continue\r\n"
+                connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{fields}\r\n".encode())
+                assert connection.recv(100).startswith(b"HTTP/1.1 100"), "its body is awaited"
+        wait_until(lambda: num_tasks() <= before)
+    found = list(map(json.loads, lines))
+    assert {(line["event"], line.get("status"), line.get("code")) for line in found} == {("gone", 499, "client_gone")}
+    assert len(found) == len(paths)
 
 
 def test_the_end_is_no_warning() -> None:
