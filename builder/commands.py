@@ -76,7 +76,7 @@ def rebuild_engine(engine: Path, **options: Any) -> dict[str, Any]:
 
 
 def prepare_adapter(
-    adapter: Path,
+    adapter: str,
     engine: Path,
     output: Path | None,
     dtype: FactorDType | None = None,
@@ -88,7 +88,7 @@ def prepare_adapter(
     """Prepares an adapter for an engine, and shows the progress on stderr.
 
     Args:
-        adapter: The folder of the adapter.
+        adapter: The folder of the adapter, or a hub id.
         engine: The engine file.
         output: The adapter file to write. None: ADAPTER.lora in the working directory.
         dtype: The dtype of its matrices. None: By the dtypes of the engine's weights.
@@ -105,7 +105,7 @@ def prepare_adapter(
     """
     with ConsoleProgress() as progress:
         progress.phase("open the adapter")
-        opened = Adapter(adapter)
+        opened = Adapter.open(adapter)
         with Engine.open(engine) as base:
             measure = None
             if model is not None and gate is not None:

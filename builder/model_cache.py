@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginewright import __version__
-from enginewright.checkpoint_ref import find_checkpoint
+from enginewright.checkpoint_ref import HUB_ID, find_checkpoint
 from enginewright.engine_file import EngineFile
 from enginewright.errors import EngineError, NotEnoughMemoryError, UsageError
 from enginewright.printable import printable_lines
@@ -110,58 +110,69 @@ def cached_engine(
         return built
 
 
-def adapter_files(given: Mapping[str, Path], engines: Sequence[Path]) -> tuple[str, ...]:
-    """Replaces folders of adapters by their prepared files.
+def adapter_files(modules: Sequence[str], engines: Sequence[Path]) -> tuple[str, ...]:
+    """Replaces adapters that PEFT has saved by their prepared files.
 
     Args:
-        given: name → an adapter file, or a folder that PEFT has saved.
+        modules: NAME=ADAPTER of each, which is an adapter file, a folder, or an adapter of the hub.
         engines: files and folders of engines that are served.
 
     Returns:
         NAME=FILE of each.
 
     Raises:
-        UsageError: there is a folder, and not exactly one engine; or as in `prepared_adapter`.
+        UsageError: an adapter is not prepared, and there is not exactly one engine; or as in `prepared_adapter`.
+        UnsupportedModelError: as in `prepared_adapter`.
         EngineError: as in `prepared_adapter`.
     """
-    found = dict(given)
-    for name, path in given.items():
-        if not path.is_dir():
+    files = []
+    for module in modules:
+        name, equals, given = module.partition("=")
+        if _is_prepared(given):
+            files.append(module)
             continue
         if len(engines) != 1 or engines[0].is_dir():
-            why = "a folder is prepared for one engine, and there may be several"
-            raise UsageError(f"the adapter {path} cannot be prepared", why, "Prepare it with `engine adapter`.")
-        found[name] = prepared_adapter(path, engines[0]) or path
-    return tuple(f"{name}={path}" for name, path in found.items())
+            why = "it is prepared for one engine, and there may be several"
+            raise UsageError(f"the adapter {given} cannot be prepared", why, "Prepare it with `engine adapter`.")
+        files.append(f"{name}{equals}{prepared_adapter(given, engines[0])}")
+    return tuple(files)
 
 
-def prepared_adapter(given: Path | None, engine: Path) -> Path | None:
+def prepared_adapter(given: str, engine: Path) -> Path:
     """Prepares an adapter that PEFT has saved, if the cache does not have it; stderr shows what is done.
 
     Args:
-        given: a folder, which is identified by the names, sizes and times of its files. What is no folder is returned.
+        given: a folder, which is identified by the names, sizes and times of its files, or the hub id of an adapter.
+            Anything else is a file, whose path is returned.
         engine: the engine file that it is for.
 
     Raises:
-        UsageError: the folder holds no adapter, or the engine takes none.
+        UsageError: there is no such adapter, or the engine takes none.
         UnsupportedModelError: as in `prepare`.
         EngineError: as in `prepare`.
     """
-    if given is None or not given.is_dir():
-        return given
+    if _is_prepared(given):
+        return Path(given)
     with EngineFile.open(engine, check_sections=False) as file:
         content = file.manifest.content_hash
-    folder = _folder(ADAPTERS, {"source": _identity(str(given)), "engine": content, "version": __version__})
-    with _locked(folder, str(given)):
-        path = folder / f"{given.resolve().name}.lora"
-        if path.exists():
-            return path
+    folder = _folder(ADAPTERS, {"source": _identity(given), "engine": content, "version": __version__})
+    with _locked(folder, given):
+        for found in folder.glob("*.lora"):
+            return found
 
         from enginewright.builder.commands import prepare_adapter
 
+        path = folder / f"{Path(given).resolve().name.partition('@')[0]}.lora"
         prepare_adapter(given, engine, path)
         _say(f"{given} is prepared for {engine}: {path} takes {format_bytes(path.stat().st_size)}")
         return path
+
+
+def _is_prepared(given: str) -> bool:
+    """True of a path that is no folder: a file, though it may be missing."""
+    path = Path(given)
+    is_hub_id = HUB_ID.fullmatch(given) is not None and path.suffix != ".lora" and not path.exists()
+    return not path.is_dir() and not is_hub_id
 
 
 def _folder(kind: str, identity: Mapping[str, object]) -> Path:

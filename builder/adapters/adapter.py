@@ -9,9 +9,11 @@ import torch
 
 from enginewright.builder.adapters.experts import ExpertsPart
 from enginewright.builder.adapters.peft_config import ADAPTER_CONFIG, PeftConfig, read_peft_config
-from enginewright.builder.checkpoint.files import SourceFolder
+from enginewright.builder.checkpoint.files import SourceFolder, cached_repository
 from enginewright.builder.checkpoint.folder import TensorFolder
+from enginewright.builder.checkpoint.hub import download_adapter, parse_hub_id
 from enginewright.builder.tensors import Tensors, short
+from enginewright.checkpoint_ref import PATH_PREFIXES
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 
 PREFIX = "base_model.model."  # of every name in the file
@@ -79,6 +81,7 @@ class Adapter:
         path: the folder.
         weight: factor on all that the adapter adds.
         name: its name; None is the folder's.
+        root: as in `SourceFolder`.
 
     Attributes:
         name: its name.
@@ -92,11 +95,11 @@ class Adapter:
         EngineError: a file is damaged, or tensors do not fit the config.
     """
 
-    def __init__(self, path: Path, weight: float = 1.0, name: str | None = None) -> None:
+    def __init__(self, path: Path, weight: float = 1.0, name: str | None = None, root: Path | None = None) -> None:
         if not path.is_dir():
-            fix = "Name the folder with adapter_config.json. From the hub: `hf download OWNER/NAME --local-dir FOLDER`."
+            fix = "Name the folder with adapter_config.json, or OWNER/NAME on the Hugging Face hub."
             raise UsageError(f"there is no adapter {path}", "no such folder", fix)
-        self._files = SourceFolder(path)
+        self._files = SourceFolder(path, root or cached_repository(path))
         if self._files.find(ADAPTER_CONFIG) is None:
             raise UsageError(f"{path} is not an adapter", f"it holds no {ADAPTER_CONFIG}")
         self.name, self.weight = name or path.resolve().name, weight
@@ -106,6 +109,27 @@ class Adapter:
         self.updates: Mapping[str, ModuleUpdate] = self._read_updates()
         for update in self.updates.values():
             self._check(update)
+
+    @classmethod
+    def open(cls, ref: str, weight: float = 1.0, name: str | None = None) -> "Adapter":
+        """Opens a folder, or an adapter of the Hugging Face hub, which is downloaded if it is not in the cache.
+
+        Args:
+            ref: the folder, or a hub id.
+            weight: as in the constructor.
+            name: its name; None is the folder's, or that on the hub.
+
+        Raises:
+            UsageError: there is no such folder or repository, or it holds no adapter.
+            UnsupportedModelError: as in the constructor.
+            EngineError: as in the constructor, or the hub cannot be reached.
+        """
+        path = Path(ref).expanduser()
+        hub_id = None if path.exists() or ref.startswith(PATH_PREFIXES) else parse_hub_id(ref)
+        if hub_id is None:
+            return cls(path, weight, name)
+        snapshot = download_adapter(hub_id)
+        return cls(snapshot.path, weight, name or hub_id.name, snapshot.root)
 
     @cached_property
     def source_hashes(self) -> Mapping[str, str]:

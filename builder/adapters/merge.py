@@ -7,7 +7,6 @@ its rows are scaled to the adapter's lengths. Source: https://arxiv.org/abs/2106
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,7 @@ def with_recorded(checkpoint: Checkpoint, recipe: Mapping[str, Any], folders: Se
     if not recorded:
         return checkpoint
     pairs = zip(folders, recorded, strict=True)
-    return MergedCheckpoint(checkpoint, [Adapter(Path(path), float(one["weight"]), one["name"]) for path, one in pairs])
+    return MergedCheckpoint(checkpoint, [Adapter.open(ref, float(one["weight"]), one["name"]) for ref, one in pairs])
 
 
 def _open(text: str) -> Adapter:
@@ -85,7 +84,7 @@ def _open(text: str) -> Adapter:
         path, factor = "", 1.0
     if not math.isfinite(factor):
         raise UsageError(f"the weight of the adapter {path} is {weight}", "it must be a finite number")
-    return Adapter(Path(path or text).expanduser(), factor)
+    return Adapter.open(path or text, factor)
 
 
 class MergedCheckpoint:

@@ -44,7 +44,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # With tokenizer.json these are not read; without it they name the kind of tokenizer in an error.
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 # kind → words for a repository, and for a local path
-WORDS = {"model": ("checkpoint", "folder"), "dataset": ("data set", "file")}
+WORDS = {"model": ("checkpoint", "folder"), "adapter": ("adapter", "folder"), "dataset": ("data set", "file")}
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # files of an adapter of PEFT
 UNREACHABLE = (HfHubHTTPError, TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, OSError)
 
 
@@ -55,7 +56,12 @@ class HubId:
     owner: str  # owner of the repository
     name: str  # name of the repository
     revision: str | None  # branch, tag or commit; None: the default branch
-    kind: str = "model"  # "model" or "dataset"
+    kind: str = "model"  # key of WORDS
+
+    @property
+    def repo_type(self) -> str:
+        """The hub's type of the repository."""
+        return "dataset" if self.kind == "dataset" else "model"
 
     @property
     def repository(self) -> str:
@@ -65,7 +71,7 @@ class HubId:
     @property
     def elsewhere(self) -> str:
         """Advice for a machine that cannot download from the hub."""
-        kind = "" if self.kind == "model" else f" --repo-type {self.kind}"
+        kind = "" if self.repo_type == "model" else f" --repo-type {self.repo_type}"
         command = f"`hf download{kind} {self.repository} --local-dir FOLDER`"
         return f"Or download it on a machine that reaches the hub ({command}), bring the folder here and name it."
 
@@ -133,6 +139,37 @@ def download(
             path = _snapshot(hub_id, [*texts, *weights], endpoint, cache_dir)
     except UNREACHABLE as error:
         path = _cached(hub_id, needed, cache_dir, *_unreachable(error), hint)
+    return HubSnapshot(path, path.parent.parent)
+
+
+def download_adapter(hub_id: HubId, *, endpoint: str | None = None, cache_dir: Path | None = None) -> HubSnapshot:
+    """Downloads an adapter that PEFT has saved into the cache, unless it is there.
+
+    Args:
+        hub_id: the repository.
+        endpoint: as in `download`.
+        cache_dir: as in `download`.
+
+    Raises:
+        UsageError: the hub has no such repository or revision, or it holds no adapter.
+        UnsupportedModelError: its weights are pickled.
+        EngineError: the hub cannot be reached and the cache has nothing, or access is denied.
+    """
+    hub_id, wanted = replace(hub_id, kind="adapter"), [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
+    try:
+        with _refusals(hub_id):
+            info = HfApi(endpoint=endpoint).model_info(hub_id.repository, revision=hub_id.revision)
+            names = [entry.rfilename for entry in info.siblings or []]
+            if ADAPTER_CONFIG not in names:
+                what = f"{hub_id.repository} on the hub is not an adapter"
+                raise UsageError(what, f"it holds no {ADAPTER_CONFIG}")
+            if ADAPTER_WEIGHTS not in names:
+                if pickles := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
+                    raise refuse_pickle(pickles[0], Path(hub_id.repository))
+                raise EngineError(f"{hub_id.repository} on the hub holds no weights", f"there is no {ADAPTER_WEIGHTS}")
+            path = _snapshot(hub_id, wanted, endpoint, cache_dir)
+    except UNREACHABLE as error:
+        path = _cached(hub_id, wanted, cache_dir, *_unreachable(error))
     return HubSnapshot(path, path.parent.parent)
 
 
@@ -229,7 +266,7 @@ def _snapshot(hub_id: HubId, names: list[str], endpoint: str | None, cache_dir: 
     return Path(
         snapshot_download(
             hub_id.repository,
-            repo_type=hub_id.kind,
+            repo_type=hub_id.repo_type,
             revision=hub_id.revision,
             allow_patterns=patterns,
             endpoint=endpoint,
@@ -251,7 +288,7 @@ def _cached(hub_id: HubId, names: list[str], cache_dir: Path | None, why: str, f
         return Path(
             snapshot_download(
                 hub_id.repository,
-                repo_type=hub_id.kind,
+                repo_type=hub_id.repo_type,
                 revision=hub_id.revision,
                 allow_patterns=names,
                 cache_dir=cache_dir,

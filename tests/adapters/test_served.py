@@ -223,10 +223,10 @@ def test_a_folder_of_peft_is_prepared_once(tmp_path: Path, monkeypatch: pytest.M
         assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == expected
     (made,) = (tmp_path / "cache").rglob("*.lora")
     before = made.stat()
-    assert adapter_files({"poet": folder}, [case.engine]) == (f"poet={made}",) and made.stat() == before
-    assert adapter_files({"poet": made}, [tmp_path]) == (f"poet={made}",)
-    with pytest.raises(UsageError, match="a folder is prepared for one engine"):
-        adapter_files({"poet": folder}, [case.engine, case.engine])
+    assert adapter_files([f"poet={folder}"], [case.engine]) == (f"poet={made}",) and made.stat() == before
+    assert adapter_files([f"poet={made}"], [tmp_path]) == (f"poet={made}",)
+    with pytest.raises(UsageError, match="it is prepared for one engine"):
+        adapter_files([f"poet={folder}"], [case.engine, case.engine])
     wrong = run_engine("generate", case.engine, "--lora", case.engine, "-p", "x")
     assert wrong.exit_code == UsageError.exit_code and "is an engine, not an adapter" in wrong.output
     empty = run_engine("generate", case.engine, "--lora", tmp_path, "-p", "x")

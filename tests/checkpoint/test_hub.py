@@ -12,13 +12,15 @@ from click.testing import CliRunner
 from safetensors.torch import save
 from tokenizers import Tokenizer, models
 
+from enginewright.builder.adapters import Adapter, adapter, merge
 from enginewright.builder.checkpoint import Checkpoint, hub, open_checkpoint, opening
 from enginewright.builder.draft import open_draft
 from enginewright.builder.models import build_graph, check_config
 from enginewright.cli import main
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
+from tests.helpers.adapters import trained
 from tests.helpers.hub_server import Hub, serving
-from tests.helpers.tiny import OF_KERNELS, tiny_checkpoint, tiny_config
+from tests.helpers.tiny import OF_KERNELS, tiny_checkpoint, tiny_config, tiny_model
 
 TEXTS = {
     "config.json": b'{"model_type": "llama"}',
@@ -31,8 +33,9 @@ TEXTS = {
 def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub at work; open_checkpoint asks it, with a cache of its own."""
     with serving(TEXTS) as served:
-        ask = functools.partial(hub.download, endpoint=served.endpoint, cache_dir=tmp_path / "cache")
-        monkeypatch.setattr(opening, "download", ask)
+        where: dict[str, Any] = {"endpoint": served.endpoint, "cache_dir": tmp_path / "cache"}
+        monkeypatch.setattr(opening, "download", functools.partial(hub.download, **where))
+        monkeypatch.setattr(adapter, "download_adapter", functools.partial(hub.download_adapter, **where))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.chdir(tmp_path)
         yield served
@@ -107,6 +110,29 @@ def test_without_network_the_cache_serves(remote: Hub, tmp_path: Path, monkeypat
         open_checkpoint("owner/Other")
     assert refused.value.exit_code == 1
     assert "hf download owner/Other --local-dir FOLDER" in refused.value.fix
+
+
+def test_an_adapter(remote: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tiny_model(tiny_config("llama")), tmp_path / "saved", target_modules=["q_proj"])
+    saved = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    with pytest.raises(UsageError, match="owner/Tiny on the hub is not an adapter"):
+        Adapter.open("owner/Tiny")
+    remote.files |= {"adapter_config.json": saved["adapter_config.json"], "adapter_model.bin": b"pickle"}
+    with pytest.raises(UnsupportedModelError, match=r"adapter_model\.bin"):
+        Adapter.open("owner/Tiny")
+    remote.files |= saved
+    for ref in ("owner/Tiny", "owner/Tiny@main", "owner/Tiny:0.5"):
+        opened = merge._open(ref) if ":" in ref else Adapter.open(ref)
+        assert opened.name == "Tiny" and len(opened.updates) == 3
+        assert opened.source_hashes.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert sorted(remote.fetched) == ["adapter_config.json", "adapter_model.safetensors"]
+    remote.refusal = (503, "")
+    assert Adapter.open("owner/Tiny").name == "Tiny", "from the cache"
+    remote.refusal = None
+    with pytest.raises(UsageError, match=r"there is no adapter owner/Other\b"):
+        Adapter.open("owner/Other")
+    with pytest.raises(UsageError, match="no such folder"):
+        Adapter.open("./owner/Tiny")
 
 
 def test_only_what_is_cached(remote: Hub) -> None:

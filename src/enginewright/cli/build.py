@@ -73,8 +73,8 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     multiple=True,
     metavar="ADAPTER[:WEIGHT]",
     show_default="none",
-    help="Folder of a LoRA adapter that PEFT has saved, to merge into the weights before they are quantized. The "
-    "option may be given several times; a weight scales what an adapter adds.",
+    help="LoRA adapter that PEFT has saved, a folder or OWNER/NAME on the hub, to merge into the weights before they "
+    "are quantized. The option may be given several times; a weight scales what an adapter adds.",
 )
 @form(
     "--quant",
@@ -307,7 +307,7 @@ def rebuild(
 
 
 @click.command(cls=SectionCommand)
-@click.argument("adapter", metavar="ADAPTER", type=click.Path(path_type=Path))
+@click.argument("adapter", metavar="ADAPTER")
 @model(
     "--engine",
     required=True,
@@ -344,7 +344,7 @@ def rebuild(
 )
 @JSON_OPTION
 def adapter(
-    adapter: Path,
+    adapter: str,
     engine: Path,
     output: Path | None,
     dtype: str | None,
@@ -355,8 +355,8 @@ def adapter(
 ) -> None:
     """Prepare a LoRA adapter for an engine, as a file that is ready to be loaded.
 
-    ADAPTER is the folder that PEFT has saved. The file is for this one engine: prepare it again after a build that
-    changes the engine's content.
+    ADAPTER is the folder that PEFT has saved, or its name on the Hugging Face hub, OWNER/NAME. The file is for this one
+    engine: prepare it again after a build that changes the engine's content.
     """
     from enginewright.builder.commands import prepare_adapter
     from enginewright.builder.console import describe_adapter

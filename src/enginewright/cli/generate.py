@@ -30,10 +30,10 @@ prompt_section, structure_section, output_section = (
 
 LORA_OPTION = prompt_section(
     "--lora",
-    type=click.Path(path_type=Path),
+    metavar="ADAPTER",
     show_default="none",
-    help="An adapter that answers: a file that `engine adapter` made, or a folder that PEFT has saved, which is then "
-    "prepared once and kept in the cache.",
+    help="An adapter that answers: a file that `engine adapter` made, or what PEFT has saved, a folder or OWNER/NAME "
+    "on the Hugging Face hub, which is then prepared once and kept in the cache.",
 )
 
 
@@ -137,7 +137,8 @@ def generate(context: click.Context, /, engine: Path, **options: Any) -> None:
     from enginewright.runtime.commands.generate import generate as run_generate
 
     refuse_stray_question(context, engine)
-    options["lora"] = prepared_adapter(options["lora"], engine)
+    if options["lora"] is not None:
+        options["lora"] = prepared_adapter(options["lora"], engine)
     limits, structure = pop_options(options, LIMITS), pop_options(options, STRUCTURE)
     run_generate(engine, limits=limits, structure=structure, prompt_tokens=PROMPT_TOKENS, **options)
 
@@ -211,6 +212,7 @@ def chat(context: click.Context, /, engine: Path, **options: Any) -> None:
     from enginewright.runtime.commands.terminal_chat import chat as run_chat
 
     refuse_stray_question(context, engine)
-    options["lora"] = prepared_adapter(options["lora"], engine)
+    if options["lora"] is not None:
+        options["lora"] = prepared_adapter(options["lora"], engine)
     limits = pop_options(options, LIMITS)
     run_chat(engine, limits=limits, **options)

@@ -79,8 +79,9 @@ model, address, overload, adapters = section("Model"), section("Address"), secti
     multiple=True,
     metavar="NAME=ADAPTER",
     show_default="none",
-    help="An adapter that requests may name as their model: a file that `engine adapter` made, or, with one engine, a "
-    "folder that PEFT has saved. The option may be given several times. With several engines, name ENGINE:NAME.",
+    help="An adapter that requests may name as their model: a file that `engine adapter` made, or, with one engine, "
+    "what PEFT has saved, a folder or OWNER/NAME on the hub. The option may be given several times. With several "
+    "engines, the model is ENGINE:NAME.",
 )
 @adapters(
     "--lora-dir",
@@ -313,6 +314,6 @@ def run(
     config = ServerConfig(**options)
     limits["enable_lora"] = config.has_adapters
     files = engine_files(engines, quant=quant, device=limits["device"], memory=config.memory, rebuild=rebuild)
-    config = replace(config, lora_modules=adapter_files(config.adapter_files, files))
+    config = replace(config, lora_modules=adapter_files(config.lora_modules, files))
     with log_to(STDERR, log_level, log_format) as announce:
         serve(files, config, announce=announce, verify=verify, **limits)
