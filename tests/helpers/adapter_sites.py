@@ -29,7 +29,7 @@ def mapped(site: Site, vectors: Mapping[str, bytes], stored: Callable[[str], Arr
         stored: name of a layer → its weight, FLOAT [out, in].
     """
     sources = row_sources(site, vectors)
-    layers = {module: stored(module) for module, _ in sources}
+    layers = {module: stored(module) for module in dict.fromkeys(module for module, _ in sources)}
     weight = np.stack([layers[module][row] for module, row in sources])
     if site.column_order is not None:
         weight = weight[:, np.frombuffer(vectors[site.column_order], "<i4")]
@@ -47,5 +47,7 @@ def mapped_bias(site: Site, vectors: Mapping[str, bytes], stored: Callable[[str]
         vectors: name of a section → its bytes.
         stored: name of a layer → its bias, FLOAT [out].
     """
-    bias = np.stack([stored(module)[row] for module, row in row_sources(site, vectors)])
+    sources = row_sources(site, vectors)
+    layers = {module: stored(module) for module in dict.fromkeys(module for module, _ in sources)}
+    bias = np.stack([layers[module][row] for module, row in sources])
     return bias if site.bias_factors is None else bias * np.frombuffer(vectors[site.bias_factors], "<f4")
