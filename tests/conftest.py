@@ -4,8 +4,11 @@ import gc
 import json
 import os
 import signal
+import sys
+import typing
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,12 @@ DURATIONS = Path(__file__).parent / "durations.json"
 # A shell without job control starts what it puts into the background with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Python 3.11 lists the attributes of a protocol again for each `isinstance`, and onnx_ir asks that of every value of a
+# graph; later versions list them once.
+if sys.version_info < (3, 12):
+    vars(typing)["_get_protocol_attrs"] = cache(typing._get_protocol_attrs)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -111,24 +111,24 @@ inline void matrices(uint32_t (&r)[4], const void* row, bool transposed) {
   exchange("load_matrices", nullptr, 0);  // nobody overwrites a row before all have read
 }
 
-// Σ a b over k of a fragment product: element (row, k) of A and (k, column) of B by `number`, BYTES a number.
-template <int BYTES, class Number>
-double product(const Lanes<AB>& lanes, int row, int column, Number number) {
+// Σ a b over k of a fragment product: element (row, k) of A and (k, column) of B by NUMBER, BYTES a number.
+template <int BYTES, double (*NUMBER)(uint32_t)>
+double product(const Lanes<AB>& lanes, int row, int column) {
   constexpr int IN_WORD = 4 / BYTES;
   double sum = 0;
   for (int half = 0; half < 2; ++half)
     for (int t = 0; t < 4; ++t) {
       uint32_t a = lanes[row % 8 * 4 + t].a[row / 8 + 2 * half], b = lanes[column * 4 + t].b[half];
-      for (int e = 0; e < IN_WORD; ++e) sum += number(a >> (8 * BYTES * e)) * number(b >> (8 * BYTES * e));
+      for (int e = 0; e < IN_WORD; ++e) sum += NUMBER(a >> (8 * BYTES * e)) * NUMBER(b >> (8 * BYTES * e));
     }
   return sum;
 }
-template <int BYTES, class Sum, class Number>
-void multiply(const char* what, Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Number number) {
+template <int BYTES, double (*NUMBER)(uint32_t), class Sum>
+void multiply(const char* what, Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   Lanes<AB> lanes(what, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
   int g = here.thread % 32 / 4, t = here.thread % 4;
   for (int i = 0; i < 4; ++i)
-    d[i] = static_cast<Sum>(d[i] + product<BYTES>(lanes, g + i / 2 * 8, 2 * t + i % 2, number));
+    d[i] = static_cast<Sum>(d[i] + product<BYTES, NUMBER>(lanes, g + i / 2 * 8, 2 * t + i % 2));
 }
 
 inline double bf16_number(uint32_t bits) { return __builtin_bit_cast(float, bits << 16); }
@@ -234,16 +234,16 @@ DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row, int offs
 }
 
 DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  emulator::multiply<2>("mma_bf16", d, a, b, emulator::bf16_number);
+  emulator::multiply<2, emulator::bf16_number>("mma_bf16", d, a, b);
 }
 DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  emulator::multiply<2>("mma_f16", d, a, b, emulator::f16_number);
+  emulator::multiply<2, emulator::f16_number>("mma_f16", d, a, b);
 }
 DEVICE void mma_int8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  emulator::multiply<1>("mma_int8", d, a, b, emulator::int8_number);
+  emulator::multiply<1, emulator::int8_number>("mma_int8", d, a, b);
 }
 DEVICE void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  emulator::multiply<1>("mma_e4m3", d, a, b, emulator::e4m3_number);
+  emulator::multiply<1, emulator::e4m3_number>("mma_e4m3", d, a, b);
 }
 
 DEVICE float float_of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }

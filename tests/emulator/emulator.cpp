@@ -40,6 +40,7 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
+  uint32_t ready = 0;  // a bit for each lane that can go on
   const char* doing = nullptr;
   alignas(16) unsigned char slots[2][32 * SLOT_BYTES];
 };
@@ -56,7 +57,7 @@ struct Granule {
 struct Fiber {
   void* stack_pointer = nullptr;
   std::unique_ptr<unsigned char[]> stack;
-  bool done = false, ready = false;
+  bool done = false;
   std::deque<std::vector<Copy>> groups;  // the last one is still open
   std::vector<const void*> landed;       // what its copies have brought since its last barrier, 16 bytes each
   std::unique_ptr<Attached> attached;
@@ -117,13 +118,13 @@ class Block {
   void arrive(Barrier& barrier) {
     if (++barrier.arrived == barrier.expected) {
       barrier.arrived = 0;
-      for (int thread : barrier.waiting) fibers_[thread].ready = true;
+      for (int thread : barrier.waiting) set_ready(thread, true);
       barrier.waiting.clear();
       if (launch_.schedule == Schedule::random) std::shuffle(order_.begin(), order_.end(), random_);
       return;
     }
     barrier.waiting.push_back(current_);
-    fibers_[current_].ready = false;
+    set_ready(current_, false);
     leave();
   }
 
@@ -161,7 +162,7 @@ class Block {
     if (!fiber.stack) fiber.stack.reset(new unsigned char[STACK_BYTES]);
     STACK_IS_NEW(fiber.stack.get(), STACK_BYTES);
     fiber.done = false;
-    fiber.ready = true;
+    set_ready(thread, true);
     fiber.groups.assign(1, {});
     fiber.landed.clear();
     fiber.attached.reset();
@@ -181,7 +182,7 @@ class Block {
       if (!group.empty()) error = "a thread ends without having waited for its copies";
     if (const char* wrong = fiber.attached ? fiber.attached->at_end() : nullptr) error = wrong;
     fiber.done = true;
-    fiber.ready = false;
+    block.set_ready(block.current_, false);
     SWITCH_BEGINS(nullptr, block.scheduler_bottom_, block.scheduler_size_);
     void* forgotten;
     enginewright_switch(&forgotten, block.scheduler_);
@@ -190,11 +191,15 @@ class Block {
 
   int pick() const {
     for (int warp : order_)
-      for (int i = 0; i < 32; ++i) {
-        int thread = warp * 32 + (launch_.schedule == Schedule::reverse ? 31 - i : i);
-        if (fibers_[thread].ready) return thread;
-      }
+      if (uint32_t lanes = warps_[warp].ready)
+        return warp * 32 +
+               (launch_.schedule == Schedule::reverse ? 31 - __builtin_clz(lanes) : __builtin_ctz(lanes));
     return -1;
+  }
+
+  void set_ready(int thread, bool ready) {
+    uint32_t lane = 1u << thread % 32, &lanes = warps_[thread / 32].ready;
+    lanes = ready ? lanes | lane : lanes & ~lane;
   }
 
   void resume(int thread) {
@@ -294,7 +299,7 @@ const unsigned char* exchange(const char* what, const void* mine, std::size_t by
   Warp& warp = Block::current_block->warp();
   Barrier& barrier = warp.barrier;
   if (barrier.arrived == 0) warp.doing = what;
-  if (std::strcmp(warp.doing, what) != 0)
+  if (warp.doing != what && std::strcmp(warp.doing, what) != 0)
     stop(std::string("a lane is in ") + what + " while others of its warp are in " + warp.doing);
   unsigned char* slots = warp.slots[barrier.generation & 1];
   if (bytes) std::memcpy(slots + here.thread % 32 * SLOT_BYTES, mine, bytes);

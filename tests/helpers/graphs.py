@@ -75,11 +75,16 @@ class DenseRun:
     """A dense graph and one sequence in it: the present of a step is the next one's past."""
 
     model: ir.Model
-    length: int = 0
+    length: int = field(init=False)
     past: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
         self._oracle = Oracle(self.model)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the sequence, for another one."""
+        self.length = 0
         self.past = {
             str(value.name): np.zeros(
                 [0 if isinstance(dim, ir.SymbolicDim) else dim for dim in value.shape], np.float32

@@ -75,9 +75,9 @@ def ragged_logits(model: ir.Model) -> tuple[dict[str, Array], dict[str, Array]]:
 
 def dense_logits(model: ir.Model) -> dict[str, Array]:
     """Logits of the dense graph, each sequence by itself: a prefill, a chunk and a decode."""
-    logits = {}
+    logits, dense = {}, DenseRun(model)
     for name, tokens in texts().items():
-        dense = DenseRun(model)
+        dense.begin()
         parts = np.split(tokens, [max(1, len(tokens) - 20), len(tokens) - 1])
         logits[name] = np.concatenate([dense.step(part) for part in parts if len(part)])
     return logits
