@@ -39,7 +39,7 @@ from tests.helpers.prompts import PROMPTS
 from tests.helpers.tiny_gguf import state_of
 
 NEW_TOKENS = 64
-TEXTS = 3  # tests/long has more
+TEXTS = 2  # tests/long has more
 TEXTS_OF_BF16 = 1  # transformers takes five times as long for it as in fp32, where a CPU has no bf16 of its own
 FORMS = {"fp8 block": Fp8(fp8_scales="block")}
 

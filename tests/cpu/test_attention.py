@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,26 +140,39 @@ class Attention:
 
 COUNTS = [(9, 3), (4, 4), (7, 1), (8, 2)]
 DIMS = [16, 22, 64, 80, 128, 272]
+EACH_ISA = [(kv, isa) for kv in KV_DTYPES for isa in ISAS]
+
+
+def with_each_isa(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The cases with each dtype of KV and each instruction set."""
+    return [(*case, *own) for case in cases for own in EACH_ISA]
+
+
+def some_of(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A third of `with_each_isa`: each case, and each dtype with each instruction set. tests/long has the others."""
+    return [(*case, *own) for case, own in every_third(cases, EACH_ISA)]
+
+
 SHAPES = [(counts, head_dim) for head_dim in DIMS for counts in COUNTS]
-SOME_SHAPES = [(counts, head_dim) for head_dim, counts in every_third(DIMS, COUNTS)]
+SOME_SHAPES = some_of([(counts, head_dim) for head_dim, counts in every_third(DIMS, COUNTS)])
+EACH_LENGTH = [(length,) for length in LENGTHS]
+CAPS = [(window, softcap) for window in (1, 17, 300) for softcap in (0.0, 5.0)]
+VISIBLE = [(window,) for window in (0, 1, 17, 256, 300)]
+LOOKAHEADS = [(0, EVERYTHING), (0, 5), (9, 8), (300, 299)]
 
 
 def decode(heads: Heads, length: int, seed: int = 0) -> Chunk:
     return Chunk(text(heads, length, seed), length - 1, length)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV_DTYPES)
-@pytest.mark.parametrize(("counts", "head_dim"), SOME_SHAPES, ids=str)
+@pytest.mark.parametrize(("counts", "head_dim", "kv", "isa"), SOME_SHAPES, ids=str)
 def test_heads_of_all_shapes(isa: str, kv: str, counts: tuple[int, int], head_dim: int) -> None:
     heads = Heads(*counts, head_dim)
     chunks = [whole(heads, 61), decode(heads, 300), Chunk(text(heads, 270, 1), 250, 270)]
     Attention(heads, kv=kv).check(isa, chunks)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV_DTYPES)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "kv", "isa"), some_of(EACH_LENGTH))
 def test_lengths(isa: str, kv: str, length: int) -> None:
     chunks = [decode(SMOL, length), Chunk(text(SMOL, length, 1), length * 2 // 3, length)]
     Attention(SMOL, kv=kv).check(isa, chunks, threads=2)
@@ -179,10 +193,7 @@ def test_sinks(isa: str, kv: str, window: int, softcap: float) -> None:
     assert float((plain - alone)[:, -1].abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV_DTYPES)
-@pytest.mark.parametrize("window", [1, 17, 300])
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize(("window", "softcap", "kv", "isa"), some_of(CAPS))
 def test_windows_and_soft_caps(isa: str, kv: str, window: int, softcap: float) -> None:
     heads = Heads(4, 2, 40)
     chunks = [decode(heads, 700), whole(heads, 280), Chunk(text(heads, 530, 1), 500, 530), decode(heads, 1)]
@@ -196,9 +207,7 @@ def test_a_soft_cap_without_a_window(isa: str, kv: str) -> None:
     Attention(heads, softcap=3.0, kv=kv).check(isa, [whole(heads, 90), decode(heads, 300)])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV_DTYPES)
-@pytest.mark.parametrize("window", [0, 1, 17, 256, 300])
+@pytest.mark.parametrize(("window", "kv", "isa"), some_of(VISIBLE))
 def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> None:
     """Queries of zero give every visible position exactly the same weight, so that the result is the mean of V."""
     heads = Heads(6, 2, 16)
@@ -208,9 +217,7 @@ def test_exactly_the_visible_positions_count(isa: str, kv: str, window: int) -> 
     Attention(heads, window, kv=kv).check(isa, chunks, threads=2, tolerance=ATTENTION_UNIFORM[kv])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV_DTYPES)
-@pytest.mark.parametrize(("window", "lookahead"), [(0, EVERYTHING), (0, 5), (9, 8), (300, 299)])
+@pytest.mark.parametrize(("window", "lookahead", "kv", "isa"), some_of(LOOKAHEADS))
 def test_positions_after_a_query(isa: str, kv: str, window: int, lookahead: int) -> None:
     """Whole texts, with the same bits alone."""
     heads = Heads(6, 2, 16)
@@ -262,7 +269,6 @@ def cuts(chunk: Chunk, *sizes: int) -> list[Chunk]:
     return pieces
 
 
-EACH_ISA = [(kv, isa) for kv in KV_DTYPES for isa in ISAS]
 WINDOWS = [(SMOL, 300), (Heads(7, 1, 40), 0), (Heads(7, 1, 40), 17)]
 CUT = [(heads, window, kv, isa) for heads, window in WINDOWS for kv, isa in EACH_ISA]
 SOME_CUT = [(heads, window, kv, isa) for (heads, window), (kv, isa) in every_third(WINDOWS, EACH_ISA)]

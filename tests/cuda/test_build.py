@@ -31,10 +31,19 @@ from tests.helpers.tiny import MemoryCheckpoint
 TARGETS = ("cpu", "cuda:sm_80", "cuda:sm_90a")
 
 
+# What makes the tiny llama a model of few shapes, and so of few kernels.
+FEW_SHAPES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": None,
+    "head_dim": 8,
+}
+
+
 def small() -> MemoryCheckpoint:
-    """A model of few shapes, and so of few kernels."""
-    heads = {"num_attention_heads": 6, "num_key_value_heads": None, "head_dim": 8}
-    return MemoryCheckpoint.tiny("llama", hidden_size=48, intermediate_size=48, num_hidden_layers=1, **heads)
+    return MemoryCheckpoint.tiny("llama", **FEW_SHAPES)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """Tables by benchmarks/kernel_resources.py of compiled kernels, and resources of tiny models' kernels."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kernel_resources import Kernel, compiled_for, excesses, kernels, table
 
 from enginewright.builder.cuda import Compiled, Instance
+from tests.cuda.test_build import FEW_SHAPES
 from tests.helpers.tiny import tiny_checkpoint
 
 NARROW = Kernel(Instance("gemm.cuh", "gemm<Gemm{.columns = 64}>"), 128, 0)
@@ -51,11 +53,11 @@ def test_excesses_are_named_unless_they_are_allowed() -> None:
 
 
 # llama's are those that tests/cuda/test_build.py builds, from the same cache.
-@pytest.mark.parametrize(("family", "sms"), [("llama", ("sm_80", "sm_90a"))])
+@pytest.mark.parametrize(("family", "sizes", "sms"), [("llama", FEW_SHAPES, ("sm_80", "sm_90a"))])
 def test_kernels_of_tiny_models_take_no_more_than_they_should(
-    family: str, sms: tuple[str, ...], tmp_path: Path
+    family: str, sizes: dict[str, Any], sms: tuple[str, ...], tmp_path: Path
 ) -> None:
-    model = str(tiny_checkpoint(tmp_path / family, family))
+    model = str(tiny_checkpoint(tmp_path / family, family, **sizes))
     found = kernels(model, ["bf16"], tuple(f"cuda:{sm}" for sm in sms))
     made = compiled_for(found, sms)
     norm = "layer_norm" if family == "gpt2" else "rms_norm"

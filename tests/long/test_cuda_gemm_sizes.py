@@ -8,8 +8,10 @@ import torch
 
 from tests.cuda.kernels import test_gemm as short
 from tests.emulator.kernels import SCHEDULES, Kernels
-from tests.helpers.cuda_gemm import WEIGHTS, Gemm, Problem, compiled, error
+from tests.helpers.breadth import others, repeated
+from tests.helpers.cuda_gemm import WEIGHTS, Gemm, Problem, compiled, error, name_of
 
+OTHER_INVARIANT = others(short.INVARIANT, short.SOME_INVARIANT)
 TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 65, 130)
 
 
@@ -62,3 +64,16 @@ def test_a_token_has_the_same_bits_in_any_company(format: str, seed: int) -> Non
     *results, longest = [Problem(*case, seed).run(kernels) for case in cases]
     for (_, tokens), result in zip(cases, results, strict=False):
         assert torch.equal(result, longest[:tokens]), (gemm, tokens)
+
+
+@pytest.fixture(scope="module")
+def invariant_kernels() -> Kernels:
+    return compiled([case for gemm in OTHER_INVARIANT for case in short.sizes(gemm)])
+
+
+test_many_tokens_have_the_bits_of_few_if_batch_invariant = repeated(
+    short.test_many_tokens_have_the_bits_of_few_if_batch_invariant,
+    "gemm",
+    OTHER_INVARIANT,
+    ids=lambda gemm: name_of(gemm, 130),
+)

@@ -13,7 +13,7 @@ from tests.checkpoint.test_config_keys import NOT_TAKEN, content_with
 from tests.checkpoint.test_models import graph_logits
 from tests.helpers.breadth import others, repeated
 from tests.helpers.harmless_keys import Reference, excused, excused_by
-from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, MemoryCheckpoint
+from tests.helpers.tiny import ENCODERS, FAMILIES, HYBRIDS, OF_EACH_BLOCK, MemoryCheckpoint
 
 CASES: list[tuple[str, dict[str, Any], str]] = [
     *(
@@ -51,6 +51,19 @@ test_any_one_unknown_key_is_refused_by_name = repeated(
     test_config_keys.test_any_one_unknown_key_is_refused_by_name,
     ("family", "start"),
     others(test_config_keys.UNKNOWN, test_config_keys.SOME_UNKNOWN),
+)
+test_harmless_keys_change_nothing = repeated(
+    test_config_keys.test_harmless_keys_change_nothing, "family", others(FAMILIES, OF_EACH_BLOCK)
+)
+test_published_models_can_be_built = repeated(
+    test_config_keys.test_published_models_can_be_built,
+    "name",
+    others(test_config_keys.PUBLISHED, test_config_keys.SOME_PUBLISHED),
+)
+test_what_transformers_saves_can_be_built = repeated(
+    test_config_keys.test_what_transformers_saves_can_be_built,
+    "family",
+    others(test_config_keys.SAVED, test_config_keys.SOME_SAVED),
 )
 
 

@@ -37,6 +37,9 @@ test_generated_tokens_are_those_of_transformers = repeated(
     short.test_generated_tokens_are_those_of_transformers, "family", OTHERS
 )
 test_preemption_changes_no_token = repeated(short.test_preemption_changes_no_token, "family", OTHERS)
+test_what_transformers_saves_can_be_built = repeated(
+    short.test_what_transformers_saves_can_be_built, "family", others(short.SAVED, short.SOME_SAVED)
+)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -5,6 +5,6 @@ from tests.helpers.breadth import repeated
 
 test_kernels_of_tiny_models_take_no_more_than_they_should = repeated(
     short.test_kernels_of_tiny_models_take_no_more_than_they_should,
-    ("family", "sms"),
-    [("gemma3_text", ("sm_80", "sm_90a")), ("gpt2", ("sm_80",))],
+    ("family", "sizes", "sms"),
+    [("llama", {}, ("sm_80", "sm_90a")), ("gemma3_text", {}, ("sm_80", "sm_90a")), ("gpt2", {}, ("sm_80",))],
 )
