@@ -20,7 +20,7 @@ from enginewright.builder.checkpoint.gguf.tokenizer import Vocabulary, build_tok
 from enginewright.errors import EngineError, UnsupportedModelError
 from enginewright.regular_file import open_regular
 
-PIECE_ELEMENTS = 1 << 22  # elements that are dequantized at a time; the arithmetic needs several times their memory
+PIECE_ELEMENTS = 1 << 18  # elements that are dequantized at a time; the arithmetic needs several times their memory
 QUANT_SUFFIX = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4|F16|F32|BF16)$", re.IGNORECASE)
 
 
@@ -92,7 +92,8 @@ class GgufCheckpoint:
                     raw = np.fromfile(file, np.uint8, len(piece) * row_bytes)
                     if raw.size != len(piece) * row_bytes:
                         raise EngineError(f"{self._file_name} became shorter while it was read")
-                    piece[:] = gguf.dequantize(raw.reshape(len(piece), row_bytes), tensor.type)
+                    # As one row, since the package goes through rows in groups of 16.
+                    piece[:] = gguf.dequantize(raw.reshape(1, -1), tensor.type).reshape(piece.shape)
         except OSError as error:
             raise EngineError(f"{self._file_name} cannot be read", error.strerror or str(error)) from error
         return values
