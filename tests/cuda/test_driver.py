@@ -18,9 +18,10 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.cuda import Instance, compile_each
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.engine import Engine
+from tests.cuda.test_build import small
 from tests.emulator.kernels import EmulatedKernels, libraries_with
 from tests.emulator.kernels import Instance as Emulated
-from tests.helpers.graphs import checkpoint_of, random_tokens
+from tests.helpers.graphs import random_tokens
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 4  # of an answer
@@ -87,7 +88,7 @@ def test_an_engine_asks_the_driver_for_what_it_may(
     monkeypatch.setattr(build, "code_sections", lambda some, targets: kernels.update(some) or sections(some, targets))
     config = BuildConfig(quant=quant_config("bf16"), targets=("cpu", "cuda:sm_90a"), gate=None)
     path, listed = tmp_path / "both.engine", tmp_path / "kernels"
-    build_engine(checkpoint_of("llama"), config, path)
+    build_engine(small(), config, path)  # whose code tests/cuda/test_build.py has in the same cache
     with Engine.open(path, "cuda") as engine, listed.open("w") as lines:
         symbols = {name: launch.symbol for name, launch in engine.code((9, 0)).launches.items()}
         launches = {launch.kernel: launch for launch in engine.plan.launches()}

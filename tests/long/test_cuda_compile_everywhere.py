@@ -8,7 +8,7 @@ from enginewright.builder.cuda import Compiled, Instance
 from enginewright.targets import PTX, SMS
 from tests.cuda import conftest
 from tests.cuda import test_compile as short
-from tests.cuda.kernels.test_experts import test_kernels_of_experts_are_compiled as check_experts
+from tests.cuda.kernels.test_experts import FORMS, check_compiled
 from tests.cuda.test_compile import test_kernels_of_few_families_are_compiled as check
 from tests.helpers.breadth import others, repeated
 from tests.helpers.compiled import compile_kernels
@@ -37,4 +37,4 @@ def test_kernels_of_few_families_are_compiled_everywhere() -> None:
 
 
 def test_kernels_of_experts_are_compiled_everywhere() -> None:
-    check_experts((*SMS, PTX))
+    check_compiled(FORMS, (*SMS, PTX))

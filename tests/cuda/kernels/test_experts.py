@@ -255,8 +255,13 @@ def test_each_barrier_is_missed() -> None:
             assert any(missed(*one) for one in runs), f"nothing is missed without {site}"
 
 
-def test_kernels_of_experts_are_compiled(sms: Sequence[str] = ("sm_80",)) -> None:
-    """tests/long has all architectures. Nothing is spilled."""
+def test_kernels_of_experts_are_compiled() -> None:
+    """tests/long has all architectures and formats."""
+    check_compiled(SOME_FORMS, ["sm_80"])
+
+
+def check_compiled(forms: Sequence[Gemm], sms: Sequence[str]) -> None:
+    """Checks that nothing is spilled."""
     tokens, three, hidden = TOKENS, linear(tokens=3), 2048
     wide = Matrix("f32", tokens, hidden, hidden + 64, hidden)
     copies, few = Matrix("f32", three, hidden, hidden + 64, hidden), Matrix("i32", tokens, 3, 64, 3)
@@ -280,7 +285,7 @@ def test_kernels_of_experts_are_compiled(sms: Sequence[str] = ("sm_80",)) -> Non
     for op, operands, attributes in calls:
         for launch in kernel_of(op).launches(Call(operands, attributes)):
             found[Instance(kernel_of(op).sources[launch.kernel.partition("<")[0]], launch.kernel)] = None
-    for gemm in FORMS:
+    for gemm in forms:
         for launch in Experts(replace(gemm, columns=hidden, rows=1536), COUNTS).launches:
             found[Instance("gemm_experts.cuh", launch.kernel)] = None
     for sm, compiled in compile_kernels(list(found), sms).items():
