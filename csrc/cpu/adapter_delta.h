@@ -2,12 +2,17 @@
 //
 //   adapter_delta@1  x: f32 or bf16 [rows, K], or i8 with x_scale: f32 [rows, G]; adapters; shrunk: f32
 //   [rows,
-//                    ranks], which only this kernel uses; delta: f32 [rows, N]
+//                    ranks], which only this kernel uses; delta: f32 [rows, N]; gated: 1 if the GEMM's
+//                    epilogue is
 //
 // delta has bias + B (A x) of the rows that have an adapter which changes the site; its other rows mean
 // nothing. Products of A are four chains of FMAs over K, which are added in one order, and those of B one
 // chain over the ranks; scales of int8 factors multiply the sums. A row's bits depend on nothing but the row
 // and its adapter, whether it passes the factors alone or with others of its adapter.
+//
+// A decode step of one sequence has hundreds of these calls of some microseconds, so barriers would be most
+// of their time. Each thread computes the columns that it then multiplies in the GEMM (gemm_kernel.h), which
+// can follow without a barrier. If few rows have adapters, each thread also computes all of A x for itself.
 #pragma once
 
 #include "adapters.h"
@@ -27,8 +32,9 @@ class AdapterDelta final : public Kernel {
         delta_(matrix(operands, "delta", DType::f32)),
         adapters_(adapters_of(operands, "adapters")),
         site_(operand(operands, "adapters").site),
-        logit_rows_(x_.rows.factors[kLogitRows] != 0) {
-    require_known(operands, attributes, {"x", "x_scale", "adapters", "shrunk", "delta"}, {"group"});
+        logit_rows_(x_.rows.factors[kLogitRows] != 0),
+        gated_(integer(attributes, "gated", 0, 1) != 0) {
+    require_known(operands, attributes, {"x", "x_scale", "adapters", "shrunk", "delta"}, {"group", "gated"});
     require(x_.kind == Operand::Kind::arena, "'x' must be a buffer");
     const AdapterSite& site = adapters_->site(site_);
     require_columns(x_, site.columns);
@@ -54,7 +60,8 @@ class AdapterDelta final : public Kernel {
   }
 
   bool is_idle() const override { return !adapters_->is_active(); }
-  int64_t scratch_bytes() const override { return kTile * x_stride() * 4; }
+  bool needs_barrier_after() const override { return false; }
+  int64_t scratch_bytes() const override { return (kTile * x_stride() + kOwnRows * shrunk_.columns) * 4; }
   void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }
 
   Work work(const Sizes& sizes) const override {
@@ -75,13 +82,36 @@ class AdapterDelta final : public Kernel {
   }
 
   void run(const Sizes&, Worker& worker) const override {
-    shrink(worker);
-    worker.sync();
-    expand(worker);
+    auto* x = reinterpret_cast<float*>(worker.scratch);
+    Shrunk shrunk{shrunk_.as<float>(), shrunk_.stride, groups().empty() ? nullptr : groups().front().rows};
+    if (num_rows() <= kOwnRows) {
+      shrunk.data = x + kTile * x_stride();
+      shrunk.stride = shrunk_.columns;
+      shrink({0, num_items()}, x, shrunk);
+    } else {
+      shrink(share(num_items(), worker), x, shrunk);
+      worker.sync();
+    }
+    const int64_t outputs = gated_ ? delta_.columns / 2 : delta_.columns;
+    const Range units = share((outputs + 15) / 16, worker);
+    const int64_t begin = units.begin * 16, end = units.end * 16 < outputs ? units.end * 16 : outputs;
+    expand({begin, end}, shrunk);
+    if (gated_) expand({outputs + begin, outputs + end}, shrunk);
   }
 
  private:
-  static constexpr int kTile = 4;  // chains, whose FMAs hide each other's latency
+  static constexpr int kTile = 4;      // chains, whose FMAs hide each other's latency
+  static constexpr int kOwnRows = 2;   // rows, up to which each thread computes A x for itself
+  static constexpr int kAhead = 2048;  // numbers of a factor from those that are read to those prefetched
+
+  // A x of the rows that have adapters, in the order of the groups.
+  struct Shrunk {
+    float* data;  // [rows, ranks]
+    int64_t stride;
+    const int32_t* first;  // the first row's place in the groups
+
+    float* at(const int32_t* row) const { return data + (row - first) * stride; }
+  };
 
   // How 16 numbers of A or B are read.
   struct Bf16 {
@@ -102,12 +132,12 @@ class AdapterDelta final : public Kernel {
     }
   }
 
-  // sums[i] += the sum of x[i][k] * w[i][16 k], over `count` k that are `step` apart.
-  template <class Factor>
+  // sums[i] += the sum of x[i][k] * w[i][16 k], over `count` k that are kStep apart.
+  template <class Factor, int kStep>
   static ENGINEWRIGHT_INLINE void pass(const typename Factor::Element* const (&w)[kTile],
-                                       const float* const (&x)[kTile], int64_t count, int64_t step,
-                                       F (&sums)[kTile]) {
-    for (int64_t n = 0, k = 0; n < count; ++n, k += step) {
+                                       const float* const (&x)[kTile], int64_t count, F (&sums)[kTile]) {
+    for (int64_t n = 0, k = 0; n < count; ++n, k += kStep) {
+      if (kStep == kTile) prefetch(w[0] + k * 16 + kAhead, kTile * 16);
       ENGINEWRIGHT_UNROLL
       for (int i = 0; i < kTile; ++i) {
         sums[i] = S::fma(S::set1(x[i][k]), Factor::load(w[i] + k * 16), sums[i]);
@@ -115,67 +145,81 @@ class AdapterDelta final : public Kernel {
     }
   }
   // The same with one w, which is converted once.
-  template <class Factor>
+  template <class Factor, int kStep>
   static ENGINEWRIGHT_INLINE void pass_rows(const typename Factor::Element* w, const float* const (&x)[kTile],
-                                            int64_t count, int64_t step, F (&sums)[kTile]) {
-    for (int64_t n = 0, k = 0; n < count; ++n, k += step) {
+                                            int64_t count, F (&sums)[kTile]) {
+    for (int64_t n = 0, k = 0; n < count; ++n, k += kStep) {
       const F factor = Factor::load(w + k * 16);
       ENGINEWRIGHT_UNROLL
       for (int i = 0; i < kTile; ++i) sums[i] = S::fma(S::set1(x[i][k]), factor, sums[i]);
     }
   }
+  template <class Element>
+  static ENGINEWRIGHT_INLINE void prefetch(const Element* p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(Element)}) S::prefetch_l2(p + i);
+  }
 
   const std::vector<AdapterGroup>& groups() const { return adapters_->rows(logit_rows_).groups(); }
 
-  // Rows of a group pass kTile at once, and what is left of them one by one.
-  static int64_t tiles_of(int64_t rows) { return rows / kTile + rows % kTile; }
+  int64_t num_rows() const {
+    int64_t rows = 0;
+    for (const AdapterGroup& group : groups()) rows += group.count;
+    return rows;
+  }
 
-  // Calls visit(change, rows, number of rows, item) for this thread's share of all tiles' items, of which a
-  // tile of rows has items_of(change).
-  template <class ItemsOf, class Visit>
-  void for_items(const Worker& worker, const ItemsOf& items_of, const Visit& visit) const {
-    int64_t total = 0;
-    for (const AdapterGroup& group : groups()) {
-      total += tiles_of(group.count) * items_of(adapters_->at(site_, group.slot));
-    }
-    const Range mine = share(total, worker);
-    int64_t begin = 0;
-    for (const AdapterGroup& group : groups()) {
-      const SiteAdapter& change = adapters_->at(site_, group.slot);
-      const int64_t each = items_of(change), count = tiles_of(group.count) * each;
-      const int64_t first = mine.begin > begin ? mine.begin - begin : 0;
-      const int64_t last = mine.end - begin < count ? mine.end - begin : count;
-      for (int64_t item = first; item < last; ++item) {
-        const int64_t tile = item / each, full = group.count / kTile;
-        const int64_t row = tile < full ? tile * kTile : full * (kTile - 1) + tile;
-        visit(change, group.rows + row, tile < full ? kTile : 1, item % each);
-      }
-      begin += count;
+  // Rows of a group pass kTile at once, and what is left of them one by one. Calls visit(rows, number of
+  // rows).
+  template <class Visit>
+  static void for_tiles(const AdapterGroup& group, const Visit& visit) {
+    for (int64_t row = 0; row < group.count;) {
+      const int count = group.count - row >= kTile ? kTile : 1;
+      visit(group.rows + row, count);
+      row += count;
     }
   }
 
-  // shrunk = A x, an item for each 16 ranks.
-  void shrink(Worker& worker) const {
-    auto* x = reinterpret_cast<float*>(worker.scratch);
-    const int32_t* expanded = nullptr;  // rows that x has
-    for_items(
-        worker, [](const SiteAdapter& change) { return change.rank / 16; },
-        [&](const SiteAdapter& change, const int32_t* rows, int count, int64_t block) {
-          for (int i = 0; i < count && rows != expanded; ++i) expand_x(rows[i], x + i * x_stride());
-          expanded = rows;
-          with_factor(change.a, block * x_.columns * 16, [&](auto factor, const auto* a) {
-            F sums[kTile];
-            if (count == 1) {
-              shrink_row<decltype(factor)>(a, x, sums);
-            } else {
-              shrink_rows<decltype(factor)>(a, x, sums);
-            }
-            for (int i = 0; i < count; ++i) {
-              if (change.a.scale != nullptr) sums[i] = S::mul(sums[i], S::load(change.a.scale + block * 16));
-              S::store(shrunk_.as<float>() + rows[i] * shrunk_.stride + block * 16, sums[i]);
-            }
-          });
-        });
+  // An item is A x of a tile of rows and of 16 ranks.
+  int64_t num_items() const {
+    int64_t items = 0;
+    for (const AdapterGroup& group : groups()) {
+      items += (group.count / kTile + group.count % kTile) * (adapters_->at(site_, group.slot).rank / 16);
+    }
+    return items;
+  }
+
+  // Computes some items, with scratch for x.
+  void shrink(Range items, float* x, const Shrunk& shrunk) const {
+    int64_t begin = 0;  // the first item of a tile
+    for (const AdapterGroup& group : groups()) {
+      const SiteAdapter& change = adapters_->at(site_, group.slot);
+      const int64_t blocks = change.rank / 16;
+      for_tiles(group, [&](const int32_t* rows, int count) {
+        const int64_t first = items.begin > begin ? items.begin - begin : 0;
+        const int64_t last = items.end - begin < blocks ? items.end - begin : blocks;
+        begin += blocks;
+        if (first >= last) return;
+        for (int i = 0; i < count; ++i) expand_x(rows[i], x + i * x_stride());
+        for (int64_t block = first; block < last; ++block) {
+          shrink_block(change, block, rows, count, x, shrunk);
+        }
+      });
+    }
+  }
+
+  void shrink_block(const SiteAdapter& change, int64_t block, const int32_t* rows, int count, const float* x,
+                    const Shrunk& shrunk) const {
+    with_factor(change.a, block * x_.columns * 16, [&](auto factor, const auto* a) {
+      F sums[kTile];
+      if (count == 1) {
+        shrink_row<decltype(factor)>(a, x, sums);
+      } else {
+        shrink_rows<decltype(factor)>(a, x, sums);
+      }
+      for (int i = 0; i < count; ++i) {
+        if (change.a.scale != nullptr) sums[i] = S::mul(sums[i], S::load(change.a.scale + block * 16));
+        S::store(shrunk.at(rows + i) + block * 16, sums[i]);
+      }
+    });
   }
 
   // The kTile chains of a row together. sums[0]: its result.
@@ -188,7 +232,7 @@ class AdapterDelta final : public Kernel {
       places[i] = x + i;
       sums[i] = S::zero();
     }
-    pass<Factor>(w, places, x_.columns / kTile, kTile, sums);
+    pass<Factor, kTile>(w, places, x_.columns / kTile, sums);
     for (int64_t k = x_.columns / kTile * kTile, i = 0; k < x_.columns; ++k, ++i) {
       sums[i] = S::fma(S::set1(x[k]), Factor::load(a + k * 16), sums[i]);
     }
@@ -206,7 +250,7 @@ class AdapterDelta final : public Kernel {
         chains[chain][i] = S::zero();
       }
       const int64_t count = (x_.columns - chain + kTile - 1) / kTile;
-      pass_rows<Factor>(a + chain * 16, places, count, kTile, chains[chain]);
+      pass_rows<Factor, kTile>(a + chain * 16, places, count, chains[chain]);
     }
     for (int i = 0; i < kTile; ++i) {
       sums[i] = S::add(S::add(chains[0][i], chains[1][i]), S::add(chains[2][i], chains[3][i]));
@@ -231,69 +275,91 @@ class AdapterDelta final : public Kernel {
     }
   }
 
-  static int64_t tiles_of(const AdapterPiece& piece) { return (piece.count + kTile * 16 - 1) / (kTile * 16); }
-
-  // delta = bias + B shrunk, an item for each kTile blocks of a piece.
-  void expand(Worker& worker) const {
-    for_items(
-        worker,
-        [](const SiteAdapter& change) {
-          int64_t tiles = 0;
-          for (const AdapterPiece& piece : change.pieces) tiles += tiles_of(piece);
-          return tiles;
-        },
-        [&](const SiteAdapter& change, const int32_t* rows, int count, int64_t tile) {
-          const AdapterPiece* piece = change.pieces.data();
-          for (; tile >= tiles_of(*piece); ++piece) tile -= tiles_of(*piece);
-          with_factor(piece->b, 0, [&](auto factor, const auto* b) {
-            expand_tile<decltype(factor)>(change, *piece, b, rows, count, tile * kTile);
-          });
-        });
+  // delta = bias + B shrunk, for some columns of all rows.
+  void expand(Range columns, const Shrunk& shrunk) const {
+    for (const AdapterGroup& group : groups()) {
+      const SiteAdapter& change = adapters_->at(site_, group.slot);
+      for_tiles(group, [&](const int32_t* rows, int count) {
+        for (const AdapterPiece& piece : change.pieces) {
+          const int64_t begin = columns.begin - piece.begin, end = columns.end - piece.begin;
+          const int64_t last = ((end < piece.count ? end : piece.count) + 15) / 16;
+          for (int64_t block = begin > 0 ? begin / 16 : 0; block < last; block += kTile) {
+            const int64_t blocks = last - block < kTile ? last - block : kTile;
+            with_factor(piece.b, block * piece.rank * 16, [&](auto factor, const auto* b) {
+              expand_tile<decltype(factor)>({change, piece, columns}, rows, count, block, blocks, b, shrunk);
+            });
+          }
+        }
+      });
+    }
   }
 
-  // kTile blocks from `block` on, of one row or of kTile rows. Each sum is one chain over the ranks.
+  // What an adapter adds to some columns of a site.
+  struct Part {
+    const SiteAdapter& change;
+    const AdapterPiece& piece;
+    Range columns;  // the thread's own
+  };
+
+  // Up to kTile blocks from `block` on, of one row or of kTile rows. b: B from that block on. Each sum is one
+  // chain over the ranks.
   template <class Factor>
-  void expand_tile(const SiteAdapter& change, const AdapterPiece& piece, const typename Factor::Element* b,
-                   const int32_t* rows, int count, int64_t block) const {
-    const int64_t left = (piece.count + 15) / 16 - block, blocks = left < kTile ? left : kTile;
+  void expand_tile(const Part& part, const int32_t* rows, int count, int64_t block, int64_t blocks,
+                   const typename Factor::Element* b, const Shrunk& shrunk) const {
+    const int64_t rank = part.piece.rank;
     const float* x[kTile];
-    for (int i = 0; i < kTile; ++i) {
-      x[i] = shrunk_.as<const float>() + rows[i < count ? i : 0] * shrunk_.stride + piece.first_rank;
-    }
+    for (int i = 0; i < kTile; ++i) x[i] = shrunk.at(rows + (i < count ? i : 0)) + part.piece.first_rank;
     F sums[kTile];
     if (count == 1) {
       const typename Factor::Element* w[kTile];
       for (int64_t n = 0; n < kTile; ++n) {
-        w[n] = b + (block + (n < blocks ? n : 0)) * piece.rank * 16;
+        w[n] = b + (n < blocks ? n : 0) * rank * 16;
         sums[n] = S::zero();
       }
-      pass<Factor>(w, x, piece.rank, 1, sums);
-      for (int64_t n = 0; n < blocks; ++n) store(change, piece, rows[0], block + n, sums[n]);
+      prefetch(b + kAhead, kTile * rank * 16);
+      pass<Factor, 1>(w, x, rank, sums);
+      for (int64_t n = 0; n < blocks; ++n) store(part, rows[0], block + n, sums[n]);
       return;
     }
     for (int64_t n = 0; n < blocks; ++n) {
       for (int i = 0; i < kTile; ++i) sums[i] = S::zero();
-      pass_rows<Factor>(b + (block + n) * piece.rank * 16, x, piece.rank, 1, sums);
-      for (int i = 0; i < kTile; ++i) store(change, piece, rows[i], block + n, sums[i]);
+      pass_rows<Factor, 1>(b + n * rank * 16, x, rank, sums);
+      for (int i = 0; i < kTile; ++i) store(part, rows[i], block + n, sums[i]);
     }
   }
 
   // delta of a row and a block of a piece = bias + scale * sum.
-  void store(const SiteAdapter& change, const AdapterPiece& piece, int64_t row, int64_t block, F sum) const {
-    const int64_t begin = block * 16, left = piece.count - begin, count = left < 16 ? left : 16;
+  ENGINEWRIGHT_INLINE void store(const Part& part, int64_t row, int64_t block, F sum) const {
+    const int64_t left = part.piece.count - block * 16, count = left < 16 ? left : 16;
+    const int64_t begin = part.piece.begin + block * 16;
     const auto load = [&](const float* from) {
       return count == 16 ? S::load(from) : S::load_first(from, count);
     };
-    if (piece.b.scale != nullptr) sum = S::mul(sum, load(piece.b.scale + begin));
-    if (change.bias != nullptr) sum = S::add(sum, load(change.bias + piece.begin + begin));
-    float* delta = delta_.as<float>() + row * delta_.stride + piece.begin + begin;
-    count == 16 ? S::store(delta, sum) : S::store_first(delta, sum, count);
+    if (part.piece.b.scale != nullptr) sum = S::mul(sum, load(part.piece.b.scale + block * 16));
+    if (part.change.bias != nullptr) sum = S::add(sum, load(part.change.bias + begin));
+    float* delta = delta_.as<float>() + row * delta_.stride + begin;
+    if (begin < part.columns.begin || part.columns.end < begin + count) {
+      store_own(delta, begin, count, sum, part.columns);
+    } else if (count == 16) {
+      S::store(delta, sum);
+    } else {
+      S::store_first(delta, sum, count);
+    }
+  }
+  // Stores those of `count` columns from `begin` on which are this thread's own.
+  __attribute__((noinline)) static void store_own(float* delta, int64_t begin, int64_t count, F sum,
+                                                  Range columns) {
+    float values[16];
+    S::store(values, sum);
+    for (int64_t i = 0; i < count; ++i) {
+      if (columns.begin <= begin + i && begin + i < columns.end) delta[i] = values[i];
+    }
   }
 
   const Operand x_, shrunk_, delta_;
   Adapters* const adapters_;
   const int64_t site_;
-  const bool logit_rows_;
+  const bool logit_rows_, gated_;   // gated: columns n and N/2 + n are multiplied by one thread
   const float* x_scale_ = nullptr;  // null: x is float
   int64_t x_scale_stride_ = 0, group_ = 0;
 };

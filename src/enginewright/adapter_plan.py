@@ -59,8 +59,9 @@ def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int) -> Plan:
             buffers.append(Buffer("f32", rows, columns, slot))
             added[role] = BufferOperand(len(buffers) - 1, 0, columns)
         read = {role: operand for role, operand in call.operands.items() if role in ("x", "x_scale")}
-        group = {name: call.attributes[name] for name in ("group",) if "x_scale" in read}
-        calls.append(KernelCall(KERNEL, {**read, **added}, group))
+        attributes = {name: call.attributes[name] for name in ("group",) if "x_scale" in read}
+        attributes["gated"] = int(call.attributes["epilogue"] != "none")
+        calls.append(KernelCall(KERNEL, {**read, **added}, attributes))
         operands = {**call.operands, "adapters": added["adapters"], "delta": added["delta"]}
         calls.append(msgspec.structs.replace(call, operands=operands))
     extended = msgspec.structs.replace(plan, inputs=(*plan.inputs, SLOTS), buffers=tuple(buffers), calls=tuple(calls))
