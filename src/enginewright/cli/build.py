@@ -74,7 +74,7 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     metavar="ADAPTER[:WEIGHT]",
     show_default="none",
     help="LoRA adapter to merge into the weights before they are quantized: what PEFT has saved, a folder or "
-    "OWNER/NAME on the hub, or a GGUF file. The option may be given several times; a weight scales what an adapter adds.",
+    "OWNER/NAME on the hub, or a GGUF file. The option may be given several times; a weight scales what each adds.",
 )
 @form(
     "--quant",
