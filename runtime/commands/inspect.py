@@ -36,7 +36,7 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
     with Engine.open(path, target) as engine:
         manifest, plan = engine.manifest, engine.plan
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
-        sizes = plan_memory(plan, config)
+        sizes = plan_memory(plan, config, for_running_only=True)
         total = free_memory() if memory is None else memory
         share = FREE_SHARE if memory is None else 1.0
         kv_cache_bytes = max(int((total - engine.weight_bytes - sizes.arena_bytes) * share), 0)

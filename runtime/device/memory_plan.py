@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from enginewright.errors import NotEnoughMemoryError, UsageError
 from enginewright.plan import CacheGroup, PagedCache, Plan, StepSizes
+from enginewright.runtime.cache.cache import shared_block_size
 from enginewright.runtime.cache.paged import blocks_of
 from enginewright.runtime.cache.recurrent import slots_of
 from enginewright.runtime.config import RuntimeConfig
@@ -104,9 +105,18 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
 
 
 def plan_memory(
-    plan: Plan, config: RuntimeConfig, weight_bytes: int = 0, free: int | None = None, share: float = FREE_SHARE
+    plan: Plan,
+    config: RuntimeConfig,
+    weight_bytes: int = 0,
+    free: int | None = None,
+    share: float = FREE_SHARE,
+    *,
+    for_running_only: bool = False,
 ) -> MemoryPlan:
     """Computes the memory plan of an engine within the limits of a config.
+
+    The KV cache gets as many blocks as running sequences can hold. If the config has a size for it, the rest of that
+    size is for prefixes that no running sequence uses.
 
     Args:
         plan: the engine's plan.
@@ -114,6 +124,7 @@ def plan_memory(
         weight_bytes: bytes of the weights to load, for which there must be memory, too.
         free: free bytes of a GPU; None takes the machine's free memory.
         share: share of the memory left by weights and arena that the KV cache gets if the config has no size for it.
+        for_running_only: True if the KV cache gets no blocks but those that running sequences can hold.
 
     Raises:
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
@@ -137,8 +148,33 @@ def plan_memory(
             "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
         )
     blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)
+    if config.kv_cache_memory is not None and config.enable_prefix_caching and not for_running_only:
+        blocks = _with_cached(plan.caches, blocks, budget, length, limits.tokens)
     kv_bytes = sum(count * place_bytes(group) for count, group in zip(blocks, plan.caches, strict=True))
     return MemoryPlan(length, limits, blocks, arena_bytes, kv_bytes)
+
+
+def _with_cached(
+    groups: Sequence[CacheGroup], blocks: Sequence[int], budget: int, length: int, chunk: int
+) -> tuple[int, ...]:
+    """Adds blocks for prefixes that no running sequence uses: those of further sequences of the maximum length.
+
+    Args:
+        groups: the plan's cache groups.
+        blocks: number of blocks or slots of each group for running sequences.
+        budget: bytes of the KV cache.
+        length: maximum number of positions of a sequence.
+        chunk: maximum number of tokens of a sequence that a step computes.
+
+    Returns:
+        Number of blocks or slots of each group.
+    """
+    one = sequence_bytes(groups, length, chunk)
+    if one == 0 or shared_block_size(groups) is None:
+        return tuple(blocks)
+    taken = sum(count * place_bytes(group) for count, group in zip(blocks, groups, strict=True))
+    more = (budget - taken) // one
+    return tuple(count + more * places_of(group, length, chunk) for count, group in zip(blocks, groups, strict=True))
 
 
 def _share_out(groups: Sequence[CacheGroup], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:

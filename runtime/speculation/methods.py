@@ -1,7 +1,9 @@
 """The methods of speculative decoding by the names of the option `speculate`, and the memory that they take."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
@@ -92,13 +94,16 @@ def _kv_ratio(role: str, engine: Engine, config: RuntimeConfig) -> float:
     return of_draft / of_model
 
 
-def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) -> tuple[MemoryPlan, MemoryPlan | None]:
+def plan_models(
+    engine: Engine, config: RuntimeConfig, free: int | None = None, *, for_running_only: bool = False
+) -> tuple[MemoryPlan, MemoryPlan | None]:
     """Plans the memory of the model and of its draft model, not counting the weights.
 
     Args:
         engine: the engine of both.
         config: limits from `with_method`.
         free: as in `plan_memory`.
+        for_running_only: as in `plan_memory`.
 
     Returns:
         The plan of the model, and that of the draft model; None where no draft model runs.
@@ -108,11 +113,12 @@ def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) 
         UsageError: the engine has no draft model of the kind that `speculate` names.
     """
     role = _draft_role(engine, config)
+    plan = partial(plan_memory, free=free, for_running_only=for_running_only)
     if role is None:
-        return plan_memory(model_plan(engine, config), config, engine.weight_bytes, free), None
-    own = plan_memory(model_plan(engine, config), config_of_model(engine, config), engine.weight_bytes, free)
+        return plan(model_plan(engine, config), config, engine.weight_bytes), None
+    own = plan(model_plan(engine, config), config_of_model(engine, config), engine.weight_bytes)
     limits, taken = _config_of_draft(role, engine, config, own.kv_bytes), engine.weight_bytes + own.arena_bytes
-    return own, plan_memory(engine.for_role(role).plan, limits, taken, free)
+    return own, plan(engine.for_role(role).plan, limits, taken)
 
 
 def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tuple[RuntimeConfig, int]:
@@ -134,12 +140,17 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
     """
     config = with_method(engine, config)
     role = _draft_role(engine, config)
-    if config.kv_cache_memory is None:
+    if config.kv_cache_memory is not None:
+        plans = plan_models(engine, config, free)
+    else:
         left = free - engine.weight_bytes - _arena_bytes(model_plan(engine, config), config)
         if role is not None:
             left -= _arena_bytes(engine.for_role(role).plan, _config_of_draft(role, engine, config))
-        config = replace(config, kv_cache_memory=max(int(left * FREE_SHARE), 1))
-    plans = plan_models(engine, config, free)
+        largest = replace(config, kv_cache_memory=max(int(left * FREE_SHARE), 1))
+        plans = plan_models(engine, largest, free, for_running_only=True)
+        # The memory that running sequences cannot use is left to other engines. `config_of_model` divides by the same.
+        share = 1 if role is None else 1 + _kv_ratio(role, engine, config)
+        config = replace(config, kv_cache_memory=math.ceil(plans[0].kv_bytes * share) + 1)
     return config, engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans if one is not None)
 
 

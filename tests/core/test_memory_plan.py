@@ -97,6 +97,7 @@ def test_blocks_of_a_sequence(window: int, kept: int, block_size: int, length: i
     tokens=st.integers(1, 600),
     rows=st.none() | st.integers(1, 100),
     memory=st.integers(0, 2**45),
+    caching=st.booleans(),
 )
 def test_the_arithmetic(
     groups: list[PagedCache],
@@ -106,10 +107,15 @@ def test_the_arithmetic(
     tokens: int,
     rows: int | None,
     memory: int,
+    caching: bool,
 ) -> None:
     plan = plan_of(groups, buffers, longest)
     config = RuntimeConfig(
-        max_num_seqs=sequences, max_num_batched_tokens=tokens, max_logit_rows=rows, kv_cache_memory=memory + 1
+        max_num_seqs=sequences,
+        max_num_batched_tokens=tokens,
+        max_logit_rows=rows,
+        kv_cache_memory=memory + 1,
+        enable_prefix_caching=caching,
     )
     chunk = max(min(tokens, sequences * longest), sequences)
     block = {kv: kv.block_size * kv.bytes_per_token for kv in groups}
@@ -128,11 +134,20 @@ def test_the_arithmetic(
     assert limits["kv_splits"] == -(-longest // 256)
     assert result.kv_bytes == sum(count * block[kv] for count, kv in zip(result.num_blocks, groups, strict=True))
     assert one <= result.kv_bytes <= memory + 1
+    whole = sequences * one <= memory + 1  # all running sequences have room
+    shared = caching and len({kv.block_size for kv in groups}) == 1
     for kv, count in zip(groups, result.num_blocks, strict=True):
         max_blocks = blocks_of(kv, longest, chunk)
-        assert max_blocks <= count <= max_blocks * sequences
-        # Nothing that would be of use is left over.
-        assert count == max_blocks * sequences or memory + 1 - result.kv_bytes < block[kv]
+        assert max_blocks <= count
+        # Nothing that would be of use is left over: prefixes of no running sequence can use all, if they are shared.
+        if whole and shared:
+            assert count == (memory + 1) // one * max_blocks
+        else:
+            assert count <= max_blocks * sequences
+            assert count == max_blocks * sequences or memory + 1 - result.kv_bytes < block[kv]
+    if result.kv_bytes > sequences * one:
+        running = plan_memory(plan, config, for_running_only=True)
+        assert running.kv_bytes == sequences * one
     assert result.arena_bytes == naive_arena(buffers, limits)
 
 
@@ -233,5 +248,7 @@ def test_a_recurrent_state_takes_a_slot_and_a_snapshot_a_sequence() -> None:
     with pytest.raises(NotEnoughMemoryError):
         plan_memory(plan, replace(config, kv_cache_memory=one - 1))
     assert plan_memory(plan, replace(config, kv_cache_memory=one + 2 * (32 * 32 + 2 * 320))).num_blocks == (18, 6)
-    ample = plan_memory(plan, replace(config, kv_cache_memory=1 << 30))
+    ample = plan_memory(plan, replace(config, kv_cache_memory=1 << 30), for_running_only=True)
     assert ample.num_blocks == (48, 6) and ample.kv_bytes == 3 * one
+    cached = plan_memory(plan, replace(config, kv_cache_memory=8 * one - 1))  # for prefixes of no running sequence
+    assert cached.num_blocks == (7 * 16, 7 * 2)
