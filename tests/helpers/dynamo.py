@@ -175,9 +175,9 @@ class Deployment:
         return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
-# A block that must be computed counts as much as this number of blocks that decode. By default they count alike, and
-# a worker that runs one request more is avoided even if it has all of a prompt in its cache.
-PREFILL_LOAD_SCALE = 16
+# Blocks of running requests that count as much as a block that must be computed. By default it is one, and a worker that
+# runs one request more is avoided even if it has all of a prompt in its cache.
+PREFILL_LOAD_SCALE = 64
 ROUTERS: dict[str, tuple[object, ...]] = {
     "round-robin": ("--router-mode", "round-robin"),
     "kv": ("--router-mode", "kv", "--router-prefill-load-scale", PREFILL_LOAD_SCALE),
