@@ -175,8 +175,8 @@ class Deployment:
         return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
-# Blocks of running requests that count as much as a block that must be computed. By default it is one, and a worker that
-# runs one request more is avoided even if it has all of a prompt in its cache.
+# Blocks of running requests that count as much as a block that must be computed. By default it is one, and a worker
+# that runs one request more is avoided even if it has all of a prompt in its cache.
 PREFILL_LOAD_SCALE = 64
 ROUTERS: dict[str, tuple[object, ...]] = {
     "round-robin": ("--router-mode", "round-robin"),
