@@ -20,7 +20,7 @@ from enginewright.passes.quant import quant_config
 from tests.helpers.load import CLIENTS, Load
 from tests.helpers.serving import CHAT, COMPLETIONS, free_port, tiny_engine, wait_until
 
-READY = re.compile(r"(?:serving \w+|routing) at http://127\.0\.0\.1:(\d+)/v1")
+READY = re.compile(r"(?:serving \S+|routing) at http://127\.0\.0\.1:(\d+)/v1")
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_a_replica_that_computes_prompts_is_killed_under_load(smollm2_gguf: Path
     build_engine(open_checkpoint(str(smollm2_gguf)), config, file)
     secret.write_text("s" * 32)
     limits = ("--port", 0, "--threads", 1, "--kv-cache-memory", "256m", "--kv-secret-file", secret)
-    prompts = [f"{number}. " + "The river runs under the old stone bridge, and " * 40 for number in range(12)]
+    prompts = [f"{number}. " + "The river runs under the old stone bridge, and " * 60 for number in range(12)]
 
     def complete(port: int, prompt: str, salt: str = "") -> str:
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "cache_salt": salt}
