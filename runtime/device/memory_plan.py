@@ -32,6 +32,7 @@ class MemoryPlan:
     num_blocks: tuple[int, ...]  # number of blocks, or slots of a recurrent state, of each cache group
     arena_bytes: int  # bytes of the arena, which holds activations
     kv_bytes: int  # bytes of all cache groups
+    adapter_bytes: int = 0  # bytes of the slots for adapters, on a GPU
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,12 @@ def limits_of(plan: Plan, config: RuntimeConfig) -> tuple[int, StepSizes]:
 
 
 def plan_memory(
-    plan: Plan, config: RuntimeConfig, weight_bytes: int = 0, free: int | None = None, share: float = FREE_SHARE
+    plan: Plan,
+    config: RuntimeConfig,
+    weight_bytes: int = 0,
+    free: int | None = None,
+    share: float = FREE_SHARE,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
     """Computes the memory plan of an engine within the limits of a config.
 
@@ -113,7 +119,9 @@ def plan_memory(
         config: limits, and perhaps the size of the KV cache.
         weight_bytes: bytes of the weights to load, for which there must be memory, too.
         free: free bytes of a GPU; None takes the machine's free memory.
-        share: share of the memory left by weights and arena that the KV cache gets if the config has no size for it.
+        share: share of the memory left by weights, arena and adapters that the KV cache gets if the config has no size
+            for it.
+        adapter_bytes: bytes of the slots for adapters, on a GPU.
 
     Raises:
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
@@ -128,17 +136,25 @@ def plan_memory(
         )
     budget = config.kv_cache_memory
     if budget is None:
-        budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes) * share)
+        budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes - adapter_bytes) * share)
     one = sequence_bytes(plan.caches, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(
             f"the KV cache of one sequence of {length} positions takes {format_bytes(one)}",
             f"{format_bytes(max(budget, 0))} are there for it",
-            "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
+            _fewer_bytes(adapter_bytes),
         )
     blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)
     kv_bytes = sum(count * place_bytes(group) for count, group in zip(blocks, plan.caches, strict=True))
-    return MemoryPlan(length, limits, blocks, arena_bytes, kv_bytes)
+    return MemoryPlan(length, limits, blocks, arena_bytes, kv_bytes, adapter_bytes)
+
+
+def _fewer_bytes(adapter_bytes: int) -> str:
+    """Says what to do if no sequence of the longest length fits."""
+    fix = "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory."
+    if not adapter_bytes:
+        return fix
+    return f"{fix} Adapters take {format_bytes(adapter_bytes)}: --max-loras and --max-lora-rank decide."
 
 
 def _share_out(groups: Sequence[CacheGroup], budget: int, sequences: int, length: int, chunk: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
 from enginewright.runtime.config import RuntimeConfig
-from enginewright.runtime.device.cpu.executor import model_plan
+from enginewright.runtime.device.adapters import adapter_bytes, model_plan
 from enginewright.runtime.device.devices import Executor, open_executor
 from enginewright.runtime.device.memory_plan import FREE_SHARE, MemoryPlan, limits_of, plan_memory, sequence_bytes
 from enginewright.runtime.engine import Engine
@@ -107,11 +107,13 @@ def plan_models(engine: Engine, config: RuntimeConfig, free: int | None = None) 
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
         UsageError: the engine has no draft model of the kind that `speculate` names.
     """
-    role = _draft_role(engine, config)
+    role, adapters = _draft_role(engine, config), adapter_bytes(engine, config)
+    of_model = config if role is None else config_of_model(engine, config)
+    own = plan_memory(model_plan(engine, config), of_model, engine.weight_bytes, free, adapter_bytes=adapters)
     if role is None:
-        return plan_memory(model_plan(engine, config), config, engine.weight_bytes, free), None
-    own = plan_memory(model_plan(engine, config), config_of_model(engine, config), engine.weight_bytes, free)
-    limits, taken = _config_of_draft(role, engine, config, own.kv_bytes), engine.weight_bytes + own.arena_bytes
+        return own, None
+    limits = _config_of_draft(role, engine, config, own.kv_bytes)
+    taken = engine.weight_bytes + own.arena_bytes + own.adapter_bytes
     return own, plan_memory(engine.for_role(role).plan, limits, taken, free)
 
 
@@ -135,12 +137,14 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
     config = with_method(engine, config)
     role = _draft_role(engine, config)
     if config.kv_cache_memory is None:
-        left = free - engine.weight_bytes - _arena_bytes(model_plan(engine, config), config)
+        left = free - engine.weight_bytes - adapter_bytes(engine, config)
+        left -= _arena_bytes(model_plan(engine, config), config)
         if role is not None:
             left -= _arena_bytes(engine.for_role(role).plan, _config_of_draft(role, engine, config))
         config = replace(config, kv_cache_memory=max(int(left * FREE_SHARE), 1))
     plans = plan_models(engine, config, free)
-    return config, engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans if one is not None)
+    taken = sum(one.arena_bytes + one.kv_bytes + one.adapter_bytes for one in plans if one is not None)
+    return config, engine.weight_bytes + taken
 
 
 def _draft_role(engine: Engine, config: RuntimeConfig) -> str | None:
