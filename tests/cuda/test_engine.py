@@ -272,7 +272,7 @@ def test_graphs_are_captured_before_they_are_needed() -> None:
         device = device_for(kernels)
         executor = CudaExecutor(Engine(file, "cuda"), device, replace(LIMITS, max_num_seqs=20))
         executor.warm_up()
-        assert sorted(executor._graphs) == [1, 2, 4, 8, 16, 20]
+        assert sorted(executor._graphs) == [(count, False) for count in (1, 2, 4, 8, 16, 20)]
         assert device.launches == 0 if isinstance(device, EmulatedDevice) else device.name
 
 
