@@ -5,7 +5,7 @@
 // slot, for which a factor is read once: tiles, [1 + 3 · tiles], has their number, and of each its slot, its
 // first entry in `rows` and their number. Grids have as many blocks as there can be tiles. Products are FMAs
 // in fp32 on what all types of x and factors are exactly, since few ranks take less time than their factors
-// take to be read: 16 ranks of 4,096 columns are 128 KB of bf16, and 0.07 million FMAs a row.
+// take to be read: 16 ranks of 4,096 columns are 128 KB of bf16, and 65,536 FMAs a row.
 //
 // Each sum has one order, whatever the step: 64 chains of FMAs over a split of K, lanes and then warps,
 // splits in ascending order; then scales of rows, and one chain over the ranks. So a row's bits depend on
@@ -29,27 +29,35 @@ struct AdapterDelta {
 constexpr int SHRINK_THREADS = 128,
               SHRINK_LANES = SHRINK_THREADS / 2;  // two threads have the 16 ranks of a k
 
-// COUNT numbers of a factor in r16_columns, from number `index` on.
+// Words in one load.
 template <int COUNT>
-DEVICE void load_bf16(float (&numbers)[COUNT], const uint8_t* data, int64_t index) {
-  const auto* from = reinterpret_cast<const Words2*>(data + index * 2);
-  UNROLL
-  for (int i = 0; i < COUNT; i += 4) {
-    const Words2 words = from[i / 4];
-    numbers[i] = low_bf16(words.x), numbers[i + 1] = high_bf16(words.x);
-    numbers[i + 2] = low_bf16(words.y), numbers[i + 3] = high_bf16(words.y);
+DEVICE void load_words(uint32_t* words, const uint8_t* from) {
+  if constexpr (COUNT == 4) {
+    const Words4 found = load16(from);
+    words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
+  } else if constexpr (COUNT == 2) {
+    const Words2 found = *reinterpret_cast<const Words2*>(from);
+    words[0] = found.x, words[1] = found.y;
+  } else {
+    words[0] = *reinterpret_cast<const uint32_t*>(from);
   }
 }
-template <int COUNT>
-DEVICE void load_i8(float (&numbers)[COUNT], const uint8_t* data, int64_t index) {
-  const auto* from = reinterpret_cast<const uint32_t*>(data + index);
-  UNROLL
-  for (int i = 0; i < COUNT; ++i)
-    numbers[i] = static_cast<float>(static_cast<int8_t>(from[i / 4] >> (8 * (i % 4))));
-}
+
+// Four or eight numbers of a factor in r16_columns, from number `index` on, a multiple of that.
 template <int COUNT>
 DEVICE void load_factor(float (&numbers)[COUNT], const uint8_t* data, int64_t index, bool codes) {
-  codes ? load_i8(numbers, data, index) : load_bf16(numbers, data, index);
+  uint32_t words[COUNT / 2];
+  if (codes) {
+    load_words<COUNT / 4>(words, data + index);
+    UNROLL
+    for (int i = 0; i < COUNT; ++i)
+      numbers[i] = static_cast<float>(static_cast<int8_t>(words[i / 4] >> (8 * (i % 4))));
+  } else {
+    load_words<COUNT / 2>(words, data + index * 2);
+    UNROLL
+    for (int i = 0; i < COUNT; i += 2)
+      numbers[i] = low_bf16(words[i / 2]), numbers[i + 1] = high_bf16(words[i / 2]);
+  }
 }
 
 // A tile of rows of one slot.
@@ -78,9 +86,9 @@ adapter_shrink(const Sizes*, const stored_t<S.type>* x, const float* x_scale, co
   static_assert(SHRINK_THREADS == S.tile_rows * 16 && S.split_columns % SHRINK_LANES == 0);
   if (block_x() >= tiles[0]) return;
   const Adapters adapters{at};
-  const SiteCall& call = adapters.call();
+  const SiteCall call = adapters.call();
   const AdapterTile tile = AdapterTile::of_block(tiles);
-  const SiteChange& change = adapters.change(tile.slot);
+  const SiteChange change = adapters.change(tile.slot);
   if (block_z() * 16 >= change.rank) return;
   float *numbers = shared_memory<float>(), *sums_of_warps = numbers + S.tile_rows * S.split_columns;
 
@@ -141,7 +149,7 @@ template <AdapterDelta S>
 DEVICE void expand_piece(const Adapters& adapters, const SiteChange& change, const AdapterPiece& piece,
                          const AdapterTile& tile, const int32_t* rows, int first, const float* shrunk,
                          float* delta) {
-  const SiteCall& call = adapters.call();
+  const SiteCall call = adapters.call();
   float* numbers = shared_memory<float>();  // A x, [tile_rows][rank]
   const int splits = ceil_div(call.columns, S.split_columns);
   for (int i = thread_index(); i < S.tile_rows * piece.rank; i += S.expand_threads()) {
@@ -171,6 +179,7 @@ DEVICE void expand_piece(const Adapters& adapters, const SiteChange& change, con
           sums[row][i] = fma(numbers[row * piece.rank + rank], factors[i], sums[row][i]);
       }
     }
+    const bool whole = piece.begin % 4 == 0 && own + 4 <= piece.count;
     float scales[4], biases[4];
     UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -182,9 +191,17 @@ DEVICE void expand_piece(const Adapters& adapters, const SiteChange& change, con
     for (int row = 0; row < S.tile_rows; ++row) {
       if (row >= tile.count) break;
       float* to = delta + int64_t{rows[tile.first + row]} * call.delta_stride + piece.begin + own;
+      float sum[4];
       UNROLL
-      for (int i = 0; i < 4; ++i)
-        if (own + i < piece.count) to[i] = sums[row][i] * scales[i] + biases[i];
+      for (int i = 0; i < 4; ++i) sum[i] = sums[row][i] * scales[i] + biases[i];
+      if (whole) {
+        store16(to,
+                {bits_of_float(sum[0]), bits_of_float(sum[1]), bits_of_float(sum[2]), bits_of_float(sum[3])});
+      } else {
+        UNROLL
+        for (int i = 0; i < 4; ++i)
+          if (own + i < piece.count) to[i] = sum[i];
+      }
     }
   }
   sync_threads();  // A x is read, and may be overwritten
@@ -199,7 +216,7 @@ adapter_expand(const Sizes*, const uint8_t* at, const int32_t* rows, const int32
   if (block_x() >= tiles[0]) return;
   const Adapters adapters{at};
   const AdapterTile tile = AdapterTile::of_block(tiles);
-  const SiteChange& change = adapters.change(tile.slot);
+  const SiteChange change = adapters.change(tile.slot);
   const AdapterPiece* pieces = adapters.place<AdapterPiece>(change.pieces);
   int part = block_y();  // of the piece, or of those after it
   for (int i = 0; i < change.num_pieces; ++i) {
