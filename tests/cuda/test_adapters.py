@@ -128,7 +128,8 @@ def test_answers_have_the_same_bits_alone_and_in_any_batch(monkeypatch: pytest.M
 def test_steps_without_adapters_have_the_launches_of_an_engine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [(random_tokens(20, seed=1).tolist(), adapter) for adapter in adapters()[:2]]
     (_, plain), (_, base), (_, own) = (
-        answers(monkeypatch, [[one]], limits) for one, limits in ((asked[0], LIMITS), (asked[0], LORA), (asked[1], LORA))
+        answers(monkeypatch, [[one]], limits)
+        for one, limits in ((asked[0], LIMITS), (asked[0], LORA), (asked[1], LORA))
     )
     assert isinstance(plain, EmulatedDevice) and isinstance(base, EmulatedDevice) and isinstance(own, EmulatedDevice)
     assert plain.launches == base.launches < own.launches
