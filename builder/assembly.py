@@ -341,10 +341,13 @@ def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes
 
 
 def _adapter_sites(lowered: Sequence[Lowered], dense: ir.Model) -> dict[str, bytes]:
-    """Makes the sections for adapters, of engines that generate text on CPUs."""
+    """Makes the sections for adapters, of engines that generate text: plans of all targets read the same weights."""
     head = head_of(dense)
-    of_cpu = [entry for entry in lowered if entry.plan.target == CPU and entry.plan.generates]
-    return site_sections(of_cpu[0].plan, of_cpu[0].weights, head.weight.name if head else None) if of_cpu else {}
+    name = head.weight.name if head else None
+    sections = [site_sections(entry.plan, entry.weights, name) for entry in lowered if entry.plan.generates]
+    if any(other != sections[0] for other in sections[1:]):
+        raise AssertionError("the plans of two targets have different adapter sites")
+    return sections[0] if sections else {}
 
 
 def packed(weight: Weight, progress: Progress) -> Iterator[memoryview]:

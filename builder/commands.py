@@ -19,8 +19,11 @@ from enginewright.builder.forecast import Forecast, forecast
 from enginewright.builder.gate import GateConfig, measure_adapter
 from enginewright.builder.models import build_graph, check_config
 from enginewright.builder.rebuild import rebuild, source_model
+from enginewright.engine_file import EngineFile
+from enginewright.errors import UsageError
 from enginewright.output_file import require_writable
 from enginewright.runtime.engine import Engine
+from enginewright.targets import CPU, platforms_of
 
 
 def build_model(
@@ -106,16 +109,27 @@ def prepare_adapter(
     """
     with ConsoleProgress() as progress:
         progress.phase("open the adapter")
-        with Engine.open(engine) as base:
+        with _open_to_prepare(engine) as base:
             opened = Adapter.open(adapter, base=attention_heads(base.plan))
             measure = None
             if model is not None and gate is not None:
+                if base.target != CPU:
+                    why = f"{engine} has code for GPUs alone, and an adapter is measured on a CPU"
+                    fix = "Leave --model out, or build the engine for cpu, too."
+                    raise UsageError("--model is not possible", why, fix)
                 progress.phase("check the model")
                 checkpoint = source_model(engine, base.manifest, model, ())
                 samples = None if calib_data is None else read_samples(calib_data, checkpoint).texts
                 merged = build_graph(MergedCheckpoint(checkpoint, [opened]), None)
                 measure = partial(measure_adapter, gate, base, merged, samples, progress)
             return prepare(opened, base, output or Path(f"{opened.name}.lora"), progress, dtype, measure)
+
+
+def _open_to_prepare(path: Path) -> Engine:
+    """Opens an engine for its weights, whatever it runs on."""
+    with EngineFile.open(path, check_sections=False) as file:
+        target = platforms_of(file.manifest.targets)[0]
+    return Engine.open(path, target)
 
 
 def export_model(model: str, path: Path, dtype: str) -> None:

@@ -62,7 +62,7 @@ class RuntimeConfig:
     kv_listen: str | None = None  # HOST:PORT where other servers fetch prompts; None is a free port of 127.0.0.1
     kv_secret_file: str | None = None  # file of the secret that all of these servers know
     enable_lora: bool = False  # requests may name adapters
-    max_loras: int | None = None  # maximum number of adapters in a step; None is max_num_seqs
+    max_loras: int | None = None  # maximum number of adapters in a step; None is max_num_seqs, or on a GPU at most 8
     max_lora_rank: int = 64  # maximum rank of an adapter's module
     max_cpu_loras: int = 256  # maximum number of adapters that stay open
     grammar_memory: int = 256 << 20  # bytes of compiled grammars for structured outputs, at least MIN_GRAMMAR_MEMORY

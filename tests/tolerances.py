@@ -202,5 +202,6 @@ SIMULATED_TOKENS = 0.1
 
 # Largest difference of a prompt's log-probabilities (about -15 … 0) between an engine with an adapter of large random
 # numbers, and PEFT's model in fp32; the base has at most half of it. With bf16, A and B are rounded to 8 bits; what an
-# adapter adds is computed from activations as the base has them, int8 or bf16. A factor of 1.05 on B is 0.2.
-ADAPTED_LOGPROBS = {"bf16": 0.08, "fp8": 0.5, "int8-wo": 0.2, "int8-sq": 0.2, "int4-rtn": 1.2}
+# adapter adds is computed from activations as the base has them, int8 or bf16 (on GPUs also fp8, and w8a8 has one scale
+# for a token). A factor of 1.05 on B is 0.2.
+ADAPTED_LOGPROBS = {"bf16": 0.08, "fp8": 0.5, "int8-wo": 0.2, "int8-sq": 0.2, "w8a8": 0.3, "int4-rtn": 1.2}

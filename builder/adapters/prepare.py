@@ -21,10 +21,10 @@ from enginewright.adapter_file import (
     FactorDType,
     SiteEntry,
 )
+from enginewright.adapter_plan import linear_weight
 from enginewright.adapter_sites import read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
-from enginewright.builder.adapters.sites import weight_of
 from enginewright.builder.lower import PackedForm, pack
 from enginewright.builder.progress import Progress, Silent
 from enginewright.dtypes import DTYPES
@@ -93,7 +93,7 @@ def prepare(
     layers = [EngineLayer(engine.file, site) for site in read_sites(engine.file).sites]
     _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
     layers = [layer for layer in layers if layer.modules & adapter.updates.keys()]
-    calls = {name: call for call in engine.plan.calls if (name := weight_of(call)) is not None}
+    calls = {name: call for call in engine.plan.calls if (name := linear_weight(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
     entries: list[SiteEntry] = []
     with EngineWriter(output, 2 + sum(SECTIONS + SECTIONS_OF_RUN * len(layer.runs) for layer in layers)) as writer:

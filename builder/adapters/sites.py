@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from enginewright.adapter_plan import linear_weight
 from enginewright.adapter_sites import ADAPTER_SITES, AdapterSites, RowRun, Site
 from enginewright.builder.lower import Weight
 from enginewright.passes.origin import Origin
@@ -25,17 +26,12 @@ def site_sections(plan: Plan, weights: Mapping[str, Weight], head: str | None) -
     sites: dict[str, Site] = {}
     sections: dict[str, bytes] = {}
     for call in plan.calls:
-        name = weight_of(call)
+        name = linear_weight(call)
         if name is not None and name not in sites and weights[name].value.name != head:
             site = _site(name, _name(call, "bias"), weights, sections)
             if site is not None:
                 sites[name] = site
     return {ADAPTER_SITES: AdapterSites(tuple(sites.values())).to_json(), **sections}
-
-
-def weight_of(call: KernelCall) -> str | None:
-    """Names the weight of a linear layer; None if the call is none, or has the layers of several experts."""
-    return _name(call, "weight") if call.kernel.startswith("gemm_") and "starts" not in call.operands else None
 
 
 def _name(call: KernelCall, role: str) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import onnx_ir as ir
 
+from enginewright.adapter_plan import linear_weight
 from enginewright.builder.lower.arena import assign_slots, nominal_sizes
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.dtypes import DTYPES
@@ -22,6 +23,7 @@ from enginewright.plan import (
     COLUMN_ALIGN,
     COMMON_DIMS,
     HIDDEN_BEFORE,
+    AdapterLaunches,
     AdaptersOperand,
     Buffer,
     BufferOperand,
@@ -45,6 +47,7 @@ from enginewright.plan import (
 )
 from enginewright.plugins import KernelBinding, binding_of
 from enginewright.plugins.attention.kv_write import BLOCK_SIZE, STORED_NAMES, kv_row_bytes, padded_head_dim
+from enginewright.plugins.gemm.adapters_cuda import ADAPTER_SOURCES, adapter_launches
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
 from enginewright.plugins.plugin import ViewKind, dtype_attribute, dtype_of
 from enginewright.plugins.registry import op_of, view_of
@@ -214,9 +217,19 @@ class _Lowering:
             max_seq_len=max_seq_len,
             whole_texts=any(op.whole_texts(node) for node in self.nodes if (op := op_of(node))),
             sampling=self._named(*sampling) if sampling else None,
+            adapting=self._adapting() if sampling else None,
             given=given,
         )
         return Lowered(plan, self.weights, self.kernels)
+
+    def _adapting(self) -> AdapterLaunches:
+        """Makes the launches for adapters of all matrix products that may have some."""
+        inputs = (call.operands["x"] for call in self.calls if linear_weight(call) is not None)
+        launches = adapter_launches(self.buffers[one.index][0] for one in inputs if isinstance(one, BufferOperand))
+        return AdapterLaunches(
+            shrink={dtype: self._named(launch, ADAPTER_SOURCES) for dtype, launch in launches.shrink.items()},
+            expand=self._named(launches.expand, ADAPTER_SOURCES),
+        )
 
     def _vocab_size(self) -> int:
         """Returns the rows of the table of tokens, for a graph without logits."""

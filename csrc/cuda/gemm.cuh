@@ -9,6 +9,7 @@
 // matter, as long as x is taken alike: see x_fragments.
 #pragma once
 
+#include "adapters.cuh"
 #include "rows.cuh"
 
 namespace enginewright {
@@ -227,22 +228,40 @@ DEVICE float clamped_swiglu(float gate, float up) {
   return (u + 1.0f) * divide(g, 1.0f + exp2_fast(-1.702f * LOG2E * g));
 }
 
+// Finish::affine of a step in which rows have adapters, from y = sums · scales: y · gain + bias + delta. Out
+// of line, since it would double the code of a kernel for many tokens.
+template <bool BIAS, int OUTPUTS>
+COLD Words4 adapt(AdaptedRows adapted, int token, int n, int first, const float* bias, Words4 words) {
+  float y[4] = {float_of_bits(words.x), float_of_bits(words.y), float_of_bits(words.z),
+                float_of_bits(words.w)};
+  const AdaptedRows::Row added = adapted.row(token);
+  UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int feature = first + (n + i < OUTPUTS ? n + i : OUTPUTS - 1);
+    if (added.gain != nullptr) y[i] *= added.gain[feature];
+    if constexpr (BIAS) y[i] += bias[feature];
+    if (added.delta != nullptr) y[i] += added.delta[feature];
+  }
+  return words_of(y);
+}
+
 // What becomes of sums on their way to memory. scale, bias: [features].
 template <Gemm S>
 struct Finish {
   const float *x_scale, *scale, *bias;
   stored_t<S.type>* out;
+  AdaptedRows adapted;
 
   // Outputs n … n + 3 of a token; ups: the second sums of a gated epilogue.
   DEVICE void put(int token, int n, const sum_t<S> (&sums)[4], const sum_t<S> (&ups)[4]) const {
     if (n >= S.outputs()) return;
-    float y[4];
-    UNROLL
-    for (int i = 0; i < 4; ++i) {
-      int feature = n + i < S.outputs() ? n + i : S.outputs() - 1;
-      y[i] = affine(token, feature, sums[i]);
-      if constexpr (S.gated()) {
-        float up = affine(token, S.outputs() + feature, ups[i]);
+    float y[4], up_of[4];
+    affine(y, token, n, 0, sums);
+    if constexpr (S.gated()) {
+      affine(up_of, token, n, S.outputs(), ups);
+      UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float up = up_of[i];
         if constexpr (S.epilogue == Epilogue::swiglu_clamped)
           y[i] = clamped_swiglu(y[i], up);
         else
@@ -265,12 +284,26 @@ struct Finish {
   }
 
  private:
-  DEVICE float affine(int token, int feature, sum_t<S> sum) const {
-    float y = static_cast<float>(sum);
-    if constexpr (S.x_codes() && !S.grouped()) y *= x_scale[int64_t{token} * S.x_scale_stride];
-    if constexpr (S.row_scales()) y *= scale[feature];
-    if constexpr (S.bias) y += bias[feature];
-    return y;
+  // y of features first + n …; for those after the last output, of any that is there.
+  DEVICE void affine(float (&y)[4], int token, int n, int first, const sum_t<S> (&sums)[4]) const {
+    int features[4];
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      features[i] = first + (n + i < S.outputs() ? n + i : S.outputs() - 1);
+      y[i] = static_cast<float>(sums[i]);
+      if constexpr (S.x_codes() && !S.grouped()) y[i] *= x_scale[int64_t{token} * S.x_scale_stride];
+      if constexpr (S.row_scales()) y[i] *= scale[features[i]];
+    }
+    if (adapted.at != nullptr) {
+      const Words4 changed = adapt<S.bias, S.outputs()>(adapted, token, n, first, bias, words_of(y));
+      y[0] = float_of_bits(changed.x), y[1] = float_of_bits(changed.y);
+      y[2] = float_of_bits(changed.z), y[3] = float_of_bits(changed.w);
+      return;
+    }
+    if constexpr (S.bias) {
+      UNROLL
+      for (int i = 0; i < 4; ++i) y[i] += bias[features[i]];
+    }
   }
 };
 

@@ -215,7 +215,7 @@ struct Order {
 template <Gemm S>
 DEVICE void multiply_tile(const uint8_t* x, const uint8_t* weight, const float* x_scale, const uint8_t* scale,
                           const uint8_t* zero, const float* bias, stored_t<S.type>* out, int first_token,
-                          int tokens, int first_feature) {
+                          int tokens, int first_feature, const AdaptedRows& adapted = {}) {
   using Of = Shape<S>;
   using K = GemmLarge<S>;
   static_assert(S.shared_bytes == S.stages * K::STAGE_BYTES);
@@ -256,18 +256,20 @@ DEVICE void multiply_tile(const uint8_t* x, const uint8_t* weight, const float* 
     }
   }
 
-  finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out}, total, first_token + token_warp,
-                 first_feature + unit_warp * 32, tokens);
+  finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out, adapted}, total,
+                 first_token + token_warp, first_feature + unit_warp * 32, tokens);
 }
 
 template <Gemm S>
 KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
 gemm_large(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
-           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
+           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out,
+           const uint8_t* adapters, const int32_t* slots, const float* delta) {
   int tokens = (*sizes)[S.rows];
   auto [first_token, first_feature] = Tile<S>::of_block();
   if (first_token >= tokens) return;
-  multiply_tile<S>(x, weight, x_scale, scale, zero, bias, out, first_token, tokens, first_feature);
+  multiply_tile<S>(x, weight, x_scale, scale, zero, bias, out, first_token, tokens, first_feature,
+                   {adapters, slots, delta});
 }
 
 }  // namespace enginewright

@@ -138,7 +138,8 @@ template <Gemm S>
 KERNEL_OCCUPANCY(Shape<S>::THREADS, GemmSmall<S>::RESIDENT)
 gemm_small(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
            const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out,
-           float* partial, int32_t* counters) {
+           float* partial, int32_t* counters, const uint8_t* adapters, const int32_t* slots,
+           const float* delta) {
   using Of = Shape<S>;
   using K = GemmSmall<S>;
   using Sum = sum_t<S>;
@@ -199,7 +200,7 @@ gemm_small(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
   }
   sync_threads();
 
-  Finish<S> finish{x_scale, reinterpret_cast<const float*>(scale), bias, out};
+  Finish<S> finish{x_scale, reinterpret_cast<const float*>(scale), bias, out, {adapters, slots, delta}};
   auto put = [&](int token, int output, int, const Sum(&total)[2][4]) {
     finish.put(token, block_x() * K::OUTPUTS + output, total[0], total[1]);
   };

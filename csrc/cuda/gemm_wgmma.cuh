@@ -239,7 +239,8 @@ DEVICE void add_pieces(WarpSums<S>& total, const Turns<S>& turns) {
 template <Gemm S>
 KERNEL_OCCUPANCY(Shape<S>::THREADS, 1)
 gemm_wgmma(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const float* x_scale,
-           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out) {
+           const uint8_t* scale, const uint8_t* zero, const float* bias, stored_t<S.type>* out,
+           const uint8_t* adapters, const int32_t* slots, const float* delta) {
   int tokens = (*sizes)[S.rows];
   auto [first_token, first_feature] = Tile<S>::of_block();
   if (first_token >= tokens) return;
@@ -252,8 +253,8 @@ gemm_wgmma(const Sizes* sizes, const uint8_t* x, const uint8_t* weight, const fl
   else
     add_steps<S>(total[0], turns);
   const Tile<S> tile = Tile<S>::of_block();  // again, as tokens: no registers were left to keep them
-  finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out}, total, tile.first_token,
-                 tile.first_feature + warp() * 32, (*sizes)[S.rows]);
+  finish_tile<S>({x_scale, reinterpret_cast<const float*>(scale), bias, out, {adapters, slots, delta}}, total,
+                 tile.first_token, tile.first_feature + warp() * 32, (*sizes)[S.rows]);
 }
 
 }  // namespace enginewright

@@ -22,6 +22,7 @@ from enginewright.plugins.gemm.gemm_tiles import (
 from enginewright.plugins.kernel import ONE, Call, CudaKernel, KernelBinding, blocks, ceil_div, cuda_type, expression
 
 ARGUMENTS = ("x", "weight", "x_scale", "scale", "zero", "bias", "out")
+OF_ADAPTERS = ("adapters", "slots", "delta")  # roles that only the runtime gives, where rows may have adapters
 # Fields of a GemmConfig that kernels are specialized to, as in Gemm of gemm.cuh.
 TILE = ("feature_warps", "token_warps", "k_warps", "turns", "units", "tiles", "splits", "stages", "shared_bytes")
 
@@ -146,7 +147,7 @@ def _launch(call: Call, desc: GemmDesc, config: GemmConfig) -> Launch:
     few = config.kernel == "gemm_small"
     return Launch(
         expression(config.kernel, "Gemm", **_fields(call, desc), **tile),
-        arguments=(*ARGUMENTS, "partial", "counters") if few else ARGUMENTS,
+        arguments=(*ARGUMENTS, *(("partial", "counters") if few else ()), *OF_ADAPTERS),
         grid=(features, blocks(config.splits), ONE) if few else (blocks(out.rows, config.tokens), features, ONE),
         threads=config.threads,
         shared_bytes=config.shared_bytes,

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from enginewright.adapter_file import AdapterFile
 from enginewright.errors import UsageError
-from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.devices import Executor
 from enginewright.runtime.scheduler.adapters import AdapterSlots
 from enginewright.runtime.scheduler.scheduler import Scheduler
@@ -53,7 +52,6 @@ def forced(
     ]
     slots = None
     if adapter is not None:
-        assert isinstance(executor, CpuExecutor), "model_plan refuses other devices"
         slots = AdapterSlots(1, executor.load_adapter, executor.unload_adapter)
     scheduler = Scheduler(
         executor.plan.caches,

@@ -7,6 +7,7 @@ from threading import Lock
 from enginewright.adapter_file import AdapterFile
 from enginewright.errors import UsageError
 from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.adapters import check_slot
 from enginewright.runtime.engine import Engine
 
 
@@ -73,6 +74,7 @@ class Adapters:
                 return known[1]
         with AdapterFile.open(path) as adapter:  # its matrices stay in memory
             check_adapter(adapter, self._engine, self._config)
+            check_slot(adapter, self._engine, self._config)
         with self._lock:
             self._open[path] = identity, adapter
             self._open.move_to_end(path)

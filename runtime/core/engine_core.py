@@ -32,7 +32,7 @@ from enginewright.runtime.core.request import OutputSink, Request
 from enginewright.runtime.core.request_kinds import BestOf, LiveSequences, Outputs, Plain, RequestKind
 from enginewright.runtime.core.stats import Stats, StepCounts
 from enginewright.runtime.core.storage import Stores, open_kv_events, prompt_s
-from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.adapters import num_slots
 from enginewright.runtime.device.devices import open_executor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.grammar.grammars import Grammars
@@ -125,15 +125,13 @@ class EngineCore:
     @property
     def max_loras(self) -> int | None:
         """Maximum number of adapters in a step; None without `enable_lora`."""
-        return (self._config.max_loras or self._config.max_num_seqs) if self._config.enable_lora else None
+        return num_slots(self.engine, self._config) if self._config.enable_lora else None
 
     def _adapter_slots(self) -> AdapterSlots | None:
         """Slots of the executor for adapters; None without `enable_lora`."""
         if self.max_loras is None:
             return None
-        executor = self.executor
-        assert isinstance(executor, CpuExecutor), "model_plan refuses other devices"
-        return AdapterSlots(self.max_loras, executor.load_adapter, executor.unload_adapter)
+        return AdapterSlots(self.max_loras, self.executor.load_adapter, self.executor.unload_adapter)
 
     @property
     def _steps_ahead(self) -> int:

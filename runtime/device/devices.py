@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.engine_file import EngineFile
 from enginewright.errors import NoCodeForMachineError, UsageError, shorten
 from enginewright.plan import Plan
@@ -39,6 +40,14 @@ class Executor(Protocol):
     @property
     def place_memory(self) -> Sequence[PlaceMemory]:
         """The memory of each cache group."""
+        ...
+
+    def load_adapter(self, slot: int, adapter: AdapterFile) -> None:
+        """Loads an adapter, which fits, into a slot that no step uses, of an executor with `enable_lora`."""
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empties a slot that no step uses."""
         ...
 
     def run(self, inputs: StepInputs) -> StepOutputs:

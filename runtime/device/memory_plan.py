@@ -33,6 +33,7 @@ class MemoryPlan:
     num_blocks: tuple[int, ...]  # number of blocks, or slots of a recurrent state, of each cache group
     arena_bytes: int  # bytes of the arena, which holds activations
     kv_bytes: int  # bytes of all cache groups
+    adapter_bytes: int = 0  # bytes of the slots for adapters, on a GPU
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def plan_memory(
     weight_bytes: int = 0,
     free: int | None = None,
     share: float = FREE_SHARE,
+    adapter_bytes: int = 0,
     *,
     for_running_only: bool = False,
 ) -> MemoryPlan:
@@ -123,7 +125,9 @@ def plan_memory(
         config: limits, and perhaps the size of the KV cache.
         weight_bytes: bytes of the weights to load, for which there must be memory, too.
         free: free bytes of a GPU; None takes the machine's free memory.
-        share: share of the memory left by weights and arena that the KV cache gets if the config has no size for it.
+        share: share of the memory left by weights, arena and adapters that the KV cache gets if the config has no size
+            for it.
+        adapter_bytes: bytes of the slots for adapters, on a GPU.
         for_running_only: True if the KV cache gets no blocks but those that running sequences can hold.
 
     Raises:
@@ -139,19 +143,27 @@ def plan_memory(
         )
     budget = config.kv_cache_memory
     if budget is None:
-        budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes) * share)
+        budget = int(((free_memory() if free is None else free) - weight_bytes - arena_bytes - adapter_bytes) * share)
     one = sequence_bytes(plan.caches, length, limits.tokens)
     if budget < one:
         raise NotEnoughMemoryError(
             f"the KV cache of one sequence of {length} positions takes {format_bytes(one)}",
             f"{format_bytes(max(budget, 0))} are there for it",
-            "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory.",
+            _fewer_bytes(adapter_bytes),
         )
     blocks = _share_out(plan.caches, budget, limits.sequences, length, limits.tokens)
     if config.kv_cache_memory is not None and config.enable_prefix_caching and not for_running_only:
         blocks = _with_cached(plan.caches, blocks, budget, length, limits.tokens)
     kv_bytes = sum(count * place_bytes(group) for count, group in zip(blocks, plan.caches, strict=True))
-    return MemoryPlan(length, limits, blocks, arena_bytes, kv_bytes)
+    return MemoryPlan(length, limits, blocks, arena_bytes, kv_bytes, adapter_bytes)
+
+
+def _fewer_bytes(adapter_bytes: int) -> str:
+    """Says what to do if no sequence of the longest length fits."""
+    fix = "Use a smaller --max-model-len or --max-num-batched-tokens, or a larger --kv-cache-memory."
+    if not adapter_bytes:
+        return fix
+    return f"{fix} Adapters take {format_bytes(adapter_bytes)}: --max-loras and --max-lora-rank decide."
 
 
 def _with_cached(

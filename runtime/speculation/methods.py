@@ -8,7 +8,7 @@ from functools import partial
 from enginewright.manifest import DRAFT, EAGLE, MEDUSA, MTP, NGRAM, ROLES, SKIP
 from enginewright.plan import Plan
 from enginewright.runtime.config import RuntimeConfig
-from enginewright.runtime.device.cpu.executor import model_plan
+from enginewright.runtime.device.adapters import adapter_bytes, model_plan
 from enginewright.runtime.device.devices import Executor, open_executor
 from enginewright.runtime.device.memory_plan import FREE_SHARE, MemoryPlan, limits_of, plan_memory, sequence_bytes
 from enginewright.runtime.engine import Engine
@@ -112,12 +112,14 @@ def plan_models(
         NotEnoughMemoryError: the memory does not hold one sequence of the longest length.
         UsageError: the engine has no draft model of the kind that `speculate` names.
     """
-    role = _draft_role(engine, config)
+    role, adapters = _draft_role(engine, config), adapter_bytes(engine, config)
     plan = partial(plan_memory, free=free, for_running_only=for_running_only)
+    of_model = config if role is None else config_of_model(engine, config)
+    own = plan(model_plan(engine, config), of_model, engine.weight_bytes, adapter_bytes=adapters)
     if role is None:
-        return plan(model_plan(engine, config), config, engine.weight_bytes), None
-    own = plan(model_plan(engine, config), config_of_model(engine, config), engine.weight_bytes)
-    limits, taken = _config_of_draft(role, engine, config, own.kv_bytes), engine.weight_bytes + own.arena_bytes
+        return own, None
+    limits = _config_of_draft(role, engine, config, own.kv_bytes)
+    taken = engine.weight_bytes + own.arena_bytes + own.adapter_bytes
     return own, plan(engine.for_role(role).plan, limits, taken)
 
 
@@ -143,7 +145,8 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
     if config.kv_cache_memory is not None:
         plans = plan_models(engine, config, free)
     else:
-        left = free - engine.weight_bytes - _arena_bytes(model_plan(engine, config), config)
+        left = free - engine.weight_bytes - adapter_bytes(engine, config)
+        left -= _arena_bytes(model_plan(engine, config), config)
         if role is not None:
             left -= _arena_bytes(engine.for_role(role).plan, _config_of_draft(role, engine, config))
         largest = replace(config, kv_cache_memory=max(int(left * FREE_SHARE), 1))
@@ -151,7 +154,8 @@ def plan_engine_memory(engine: Engine, config: RuntimeConfig, free: int) -> tupl
         # The memory that running sequences cannot use is left to other engines. `config_of_model` divides by the same.
         share = 1 if role is None else 1 + _kv_ratio(role, engine, config)
         config = replace(config, kv_cache_memory=math.ceil(plans[0].kv_bytes * share) + 1)
-    return config, engine.weight_bytes + sum(one.arena_bytes + one.kv_bytes for one in plans if one is not None)
+    taken = sum(one.arena_bytes + one.kv_bytes + one.adapter_bytes for one in plans if one is not None)
+    return config, engine.weight_bytes + taken
 
 
 def _draft_role(engine: Engine, config: RuntimeConfig) -> str | None:

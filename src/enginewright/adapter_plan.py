@@ -2,20 +2,77 @@
 
 Before the GEMM of each adapter site a call `adapter_delta@1` writes what the adapters of the step's rows add to its
 product, and the GEMM adds it before its epilogue. So an engine need not be built for adapters, and steps without them
-skip these calls.
+skip these calls. On a GPU these calls have the launches that the plan has for them (`Plan.adapting`), and the rows of a
+step, sorted by their slots, are inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from enginewright.adapter_sites import Site
-from enginewright.plan import AdaptersOperand, Buffer, BufferOperand, Input, KernelCall, Operand, Plan, linear
+from enginewright.plan import (
+    AdapterLaunches,
+    AdaptersOperand,
+    Buffer,
+    BufferOperand,
+    Extent,
+    Input,
+    InputOperand,
+    KernelCall,
+    Launch,
+    Linear,
+    Operand,
+    Plan,
+    WeightOperand,
+    linear,
+)
 
-SLOTS = Input("adapter_slots", linear(tokens=1))  # slot of each token's adapter; -1: none
+TOKENS, LOGIT_ROWS = linear(tokens=1), linear(logit_rows=1)  # rows of products that may have adapters
+SLOTS = Input("adapter_slots", TOKENS)  # slot of each token's adapter; -1: none
 KERNEL = "adapter_delta@1"  # kernel that computes what adapters add; no op of a graph has it
 RANK_ALIGN = 16  # ranks of a site are padded to a multiple of this
-ROWS = (linear(tokens=1), linear(logit_rows=1))  # rows of products that may have adapters
+OF_TILE = 3  # numbers of a tile of rows: its slot, its first entry among the sorted rows, and their number
+
+
+class RowInputs:
+    """Inputs of a plan for GPUs about the adapters of a step's tokens, or of its rows of logits.
+
+    Args:
+        rows: rows that they are about.
+
+    Attributes:
+        slots: slot of each row's adapter; -1: none.
+        sorted: rows with an adapter, sorted by its slot.
+        tiles: number of tiles of these, then OF_TILE numbers for each.
+    """
+
+    def __init__(self, rows: Linear) -> None:
+        prefix = "adapter" if rows == TOKENS else "adapter_logit"
+        self.slots = Input(f"{prefix}_slots", rows)
+        self.sorted = Input(f"{prefix}_rows", rows)
+        self.tiles = Input(f"{prefix}_tiles", Linear(1, tuple((dim, OF_TILE * factor) for dim, factor in rows.terms)))
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """All of them."""
+        return self.slots, self.sorted, self.tiles
+
+    @property
+    def operands(self) -> Mapping[str, Operand]:
+        """Role → operand of the calls that read them."""
+        names = {"slots": self.slots.name, "rows": self.sorted.name, "tiles": self.tiles.name}
+        return {role: InputOperand(name) for role, name in names.items()}
+
+
+ROW_INPUTS = {rows: RowInputs(rows) for rows in (TOKENS, LOGIT_ROWS)}
+
+
+def linear_weight(call: KernelCall) -> str | None:
+    """Names the weight of a linear layer; None if the call is none, or has the layers of several experts."""
+    weight = call.operands.get("weight")
+    is_linear = call.kernel.startswith("gemm_") and "starts" not in call.operands
+    return weight.name if is_linear and isinstance(weight, WeightOperand) else None
 
 
 def padded_rank(ranks: Sequence[int]) -> int:
@@ -23,23 +80,34 @@ def padded_rank(ranks: Sequence[int]) -> int:
     return -(-sum(ranks) // RANK_ALIGN) * RANK_ALIGN
 
 
-def max_site_rank(sites: Sequence[Site], max_rank: int) -> int:
+def site_rank(site: Site, max_rank: int) -> int:
     """Computes the largest number of rows of A that a site may have.
+
+    Args:
+        site: the site.
+        max_rank: largest rank of a module.
+    """
+    return padded_rank([max_rank] * len({run.module for run in site.runs}))
+
+
+def max_site_rank(sites: Sequence[Site], max_rank: int) -> int:
+    """Computes the largest number of rows of A that any site may have.
 
     Args:
         sites: the engine's sites.
         max_rank: largest rank of a module.
     """
-    return max(padded_rank([max_rank] * len({run.module for run in site.runs})) for site in sites)
+    return max(site_rank(site, max_rank) for site in sites)
 
 
-def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int) -> Plan:
+def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int, num_slots: int) -> Plan:
     """Copies a plan with adapters at these sites.
 
     Args:
         plan: the plan of an engine that generates text.
         sites: linear layers that may have adapters.
         max_rank: largest rank of a module.
+        num_slots: largest number of adapters in a step.
     """
     site_of = {site.weight: index for index, site in enumerate(sites)}
     buffers, calls = list(plan.buffers), list[KernelCall]()
@@ -47,26 +115,66 @@ def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int) -> Plan:
     delta_slot = 1 + max(buffer.slot for buffer in plan.buffers)
     ranks = max_site_rank(sites, max_rank)
     for call in plan.calls:
-        weight, x = call.operands.get("weight"), call.operands.get("x")
-        site = site_of.get(getattr(weight, "name", ""))
+        weight, x = linear_weight(call), call.operands.get("x")
+        site = None if weight is None else site_of.get(weight)
         if site is None or not isinstance(x, BufferOperand) or "out" not in call.operands:
             calls.append(call)
             continue
-        rows = plan.buffers[x.index].rows
-        assert rows in ROWS and "starts" not in call.operands, f"{call.kernel} has no rows that could have adapters"
+        rows, dtype = plan.buffers[x.index].rows, plan.buffers[x.index].dtype
+        assert rows in ROW_INPUTS, f"{call.kernel} has no rows that could have adapters"
         added: dict[str, Operand] = {"adapters": AdaptersOperand(site)}
-        for role, columns, slot in ("delta", sites[site].rows, delta_slot), ("shrunk", ranks, delta_slot + 1):
+        shrunk, launches = ranks, tuple[Launch, ...]()
+        if plan.adapting is not None:
+            added |= ROW_INPUTS[rows].operands
+            shrunk = num_splits(plan.adapting, dtype, x.columns) * site_rank(sites[site], max_rank)
+            launches = _launches(plan.adapting, dtype, rows, sites[site], num_slots)
+        for role, columns, slot in ("delta", sites[site].rows, delta_slot), ("shrunk", shrunk, delta_slot + 1):
             buffers.append(Buffer("f32", rows, columns, slot))
             added[role] = BufferOperand(len(buffers) - 1, 0, columns)
         read = {role: operand for role, operand in call.operands.items() if role in ("x", "x_scale")}
-        attributes = {name: call.attributes[name] for name in ("group",) if "x_scale" in read}
-        attributes["gated"] = int(call.attributes["epilogue"] != "none")
-        calls.append(KernelCall(KERNEL, {**read, **added}, attributes))
-        operands = {**call.operands, "adapters": added["adapters"], "delta": added["delta"]}
-        calls.append(msgspec.structs.replace(call, operands=operands))
-    extended = msgspec.structs.replace(plan, inputs=(*plan.inputs, SLOTS), buffers=tuple(buffers), calls=tuple(calls))
+        attributes = {
+            name: call.attributes[name] for name in ("group",) if "x_scale" in read and name in call.attributes
+        }
+        if plan.adapting is None:  # threads of a CPU multiply the columns that they have computed
+            attributes["gated"] = int(call.attributes["epilogue"] != "none")
+        calls.append(KernelCall(KERNEL, {**read, **added}, attributes, launches))
+        operands = {role: added[role] for role in ("adapters", "delta", "slots") if role in added}
+        calls.append(replace(call, operands={**call.operands, **operands}))
+    of_rows = [one for inputs in ROW_INPUTS.values() for one in inputs.inputs]
+    inputs = (*plan.inputs, *(of_rows if plan.adapting is not None else [SLOTS]))
+    extended = replace(plan, inputs=inputs, buffers=tuple(buffers), calls=tuple(calls))
     extended.check()
     return extended
 
 
-__all__ = ["SLOTS", "max_site_rank", "padded_rank", "with_adapters"]
+def num_splits(adapting: AdapterLaunches, dtype: str, columns: int) -> int:
+    """Computes the parts of K whose sums stand apart before they are added.
+
+    Args:
+        adapting: launches for adapters.
+        dtype: number type of x.
+        columns: columns of x, K.
+    """
+    return -(-columns // adapting.shrink[dtype].grid[1].per)
+
+
+def _launches(adapting: AdapterLaunches, dtype: str, rows: Linear, site: Site, num_slots: int) -> tuple[Launch, ...]:
+    """Makes the launches of a call, each for few and for many rows: blocks for as many tiles as there can be.
+
+    A tile has rows of one adapter, so a few rows have at most as many tiles as rows, and many of them one for each
+    TILE_ROWS rows and one more for each adapter.
+    """
+    launches = []
+    sizes = (adapting.shrink[dtype], site.columns), (adapting.expand, site.rows)
+    for launch, size in sizes:
+        tile, others, ranks = launch.grid
+        fewest = -(-tile.per * (num_slots + 1) // (tile.per - 1))  # rows from which the second bound is the smaller one
+        with_others = Linear(tile.per * num_slots, rows.terms)
+        bounds = (Extent(rows), 1, fewest - 1), (Extent(with_others, tile.per), fewest, launch.high)
+        for tiles, low, high in bounds:
+            grid = tiles, replace(others, rows=Linear(size)), ranks
+            launches.append(replace(launch, grid=grid, rows=rows, low=low, high=high))
+    return tuple(launches)
+
+
+__all__ = ["ROW_INPUTS", "SLOTS", "linear_weight", "max_site_rank", "num_splits", "site_rank", "with_adapters"]

@@ -423,6 +423,24 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             extent.check(dims, self.kernel)
 
 
+class AdapterLaunches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Launches on a GPU that compute what adapters add. Their grids are for one row of one layer; `with_adapters` of
+    adapter_plan.py makes those of each layer.
+    """
+
+    shrink: dict[str, Launch]  # number type of x → launch: grid of rows, columns of x, and blocks that share the ranks
+    expand: Launch  # launch: grid of rows, and rows of the weight
+
+    def check(self, dims: Sequence[str]) -> None:
+        """Refuses blocks and grids that no GPU has."""
+        for launch in self.launches():
+            launch.check(dims)
+
+    def launches(self) -> list[Launch]:
+        """Lists them."""
+        return [*self.shrink.values(), self.expand]
+
+
 class Cost(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Operations of a call for one token of a prompt; a multiply-add counts as two."""
 
@@ -470,6 +488,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     max_seq_len: int  # tokens of the longest sequence
     # Launch that samples from the logits, a block per row; the runtime gives its arguments, which are no operands.
     sampling: Launch | None = None
+    adapting: AdapterLaunches | None = None  # launches for adapters, of a plan that generates text on GPUs
     whole_texts: bool = False  # True if all tokens of a sequence must be in one step, since tokens attend to later ones
     given: dict[str, int] = {}  # name → buffer that is filled before each step: HIDDEN_BEFORE, or nothing
 
@@ -529,6 +548,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         _require(len(launched) <= 1, "some calls are launched and others are not")
         if self.sampling:
             self.sampling.check(self.dims)
+        if self.adapting:
+            self.adapting.check(self.dims)
         self._check_outputs()
 
     def _check_outputs(self) -> None:
@@ -568,9 +589,10 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         return msgspec.structs.replace(self, calls=calls)
 
     def launches(self) -> list[Launch]:
-        """Lists the launches of all calls in order, then the launch that samples from the logits."""
+        """Lists the launches of all calls in order, then the one that samples, and those for adapters."""
         launches = [launch for call in self.calls for launch in call.launches]
-        return [*launches, self.sampling] if self.sampling else launches
+        sampling = [self.sampling] if self.sampling else []
+        return [*launches, *sampling, *(self.adapting.launches() if self.adapting else [])]
 
     def weight_names(self) -> list[str]:
         """Lists the names of weights that kernels read, each once, in the order of their first use."""

@@ -197,6 +197,18 @@ def test_the_machine_is_asked_where_nobody_says(monkeypatch: pytest.MonkeyPatch)
         plan_memory(PLAN, config)
 
 
+def test_adapters_take_memory_from_the_kv_cache() -> None:
+    config, free, adapters = RuntimeConfig(max_num_seqs=1000), 4_000_000, 1_000_000
+    without, result = (plan_memory(PLAN, config, free=free, adapter_bytes=count) for count in (0, adapters))
+    assert (result.adapter_bytes, without.adapter_bytes) == (adapters, 0)
+    block = 32 * 32
+    assert without.kv_bytes - adapters // 2 - block <= result.kv_bytes <= without.kv_bytes - adapters // 2 + block
+    for count, hint in (0, ""), (free, "--max-loras and --max-lora-rank"):
+        with pytest.raises(NotEnoughMemoryError) as refused:
+            plan_memory(PLAN, config, 0 if count else free, free=free, adapter_bytes=count)
+        assert hint in str(refused.value) and ("--max-loras" in str(refused.value)) == bool(hint)
+
+
 def test_weights_that_are_read_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mapped ones need not, where somebody says how large the KV cache is."""
     mapped = RuntimeConfig(max_num_seqs=1000, kv_cache_memory=1 << 20)

@@ -74,10 +74,12 @@ def test_it_has_each_weight_once_and_code_for_each_architecture(engine: Path) ->
         on_gpu = Engine(file, "cuda")
         assert set(on_cpu.plan.weight_names()) == set(on_gpu.plan.weight_names())
         called = {launch.kernel for step in on_gpu.plan.calls for launch in step.launches}
-        assert on_gpu.plan.sampling is not None
+        assert on_gpu.plan.sampling is not None and on_gpu.plan.adapting is not None
+        adapting = {launch.kernel for launch in on_gpu.plan.adapting.launches()}
+        assert {name.partition("-")[0] for name in adapting} == {"adapter_shrink", "adapter_expand"}
         for capability in ((8, 0), (8, 9), (9, 0)):
             archive = on_gpu.code(capability)
-            assert set(archive.launches) == called | {on_gpu.plan.sampling.kernel}
+            assert set(archive.launches) == called | {on_gpu.plan.sampling.kernel} | adapting
             assert all(bytes(archive.cubin(name)[:4]) == b"\x7fELF" for name in called)
         with pytest.raises(NoCodeForMachineError, match=r"(?s)10\.0.*sm_80, sm_90a.*cuda:sm_100a"):
             on_gpu.code((10, 0))

@@ -21,6 +21,7 @@ from enginewright.builder.progress import Silent
 from enginewright.errors import EngineError, UsageError
 from enginewright.plan import COMMON_DIMS, Linear, linear
 from enginewright.plugins import PLUGINS
+from enginewright.plugins.gemm.adapters_cuda import ADAPTER_SOURCES, adapter_launches
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
 from enginewright.runtime.env import compiler_environment
 from tests.helpers.assembler import assembler_log
@@ -409,6 +410,8 @@ def few_families_instances() -> list[Instance]:
         # Batch-invariant, a recurrence has its kernel in C++ alone; those in Triton are in test_triton.py.
         for launch in kernel.launches(Call(operands, attributes, ("sm_80",), batch_invariant=True, dims=dims)):
             found.append(Instance(kernel.sources[launch.kernel.partition("<")[0]], launch.kernel))
+    for launch in adapter_launches(("bf16", "i8", "e4m3")).launches():
+        found.append(Instance(ADAPTER_SOURCES[launch.kernel.partition("<")[0]], launch.kernel))
     return found
 
 

@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginewright import LLM, SamplingParams
+from enginewright import LLM, LoRARequest, SamplingParams
 from enginewright.builder import build
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.cuda import Instance, compile_each
 from enginewright.plugins.kernel import Specialization
 from enginewright.runtime.engine import Engine
-from tests.cuda.test_build import small
+from tests.cuda.test_build import FEW_SHAPES, small
 from tests.emulator.kernels import EmulatedKernels, libraries_with
 from tests.emulator.kernels import Instance as Emulated
+from tests.helpers.adapters import prepared, trained
 from tests.helpers.graphs import random_tokens
+from tests.helpers.tiny import tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 4  # of an answer
@@ -97,11 +99,18 @@ def test_an_engine_asks_the_driver_for_what_it_may(
         for name, launch in launches.items():
             lines.write(f"{symbols[name]} {libraries.get(name, 'none 0')} {1 + len(launch.arguments)}\n")
     prompts = [random_tokens(count, seed=count).tolist() for count in (36, 3, 1, 9)]
-    given = [str(path), prompts, TOKENS, LIMITS, str(tmp_path / "kv")]
+    trained(tiny_model(tiny_config("llama", **FEW_SHAPES)), tmp_path / "own", target_modules=["q_proj", "down_proj"])
+    adapter = prepared(path, tmp_path / "own")
+    given = [str(path), prompts, TOKENS, LIMITS, str(tmp_path / "kv"), str(adapter)]
     found = said("tests.emulator.engine_on_driver", driver, listed, given)
-    with LLM(path, device="cpu", **LIMITS) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
-    expected = [output.outputs[0].token_ids for output in outputs]
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    requests = [None, LoRARequest("own", 1, str(adapter)), None, None]
+    with LLM(path, device="cpu", enable_lora=True, **LIMITS) as llm:
+        expected, adapted = (
+            [output.outputs[0].token_ids for output in llm.generate(prompts, params, lora_request=own)]
+            for own in ([None] * len(prompts), requests)
+        )
+    assert adapted[1] != expected[1]
     why, left = found.pop("refused")
     assert why.startswith("the KV cache of one sequence of 96 positions takes") and left == 0
-    assert found == {"on": "sm_90", "answers": [expected] * 2, "restored": [0, 32], "left": 0}
+    assert found == {"on": "sm_90", "answers": [expected] * 2, "restored": [0, 32], "adapted": adapted[1:3], "left": 0}

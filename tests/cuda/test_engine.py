@@ -1,5 +1,6 @@
 """Whole engines on the emulated GPU, against their own graph in onnxruntime, and against the CPU's engine."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,11 +9,15 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from msgspec.structs import replace as replaced
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 
 from enginewright import _cpu
 from enginewright.builder import assembly, build
+from enginewright.builder.adapters import Adapter
+from enginewright.builder.adapters.prepare import prepare
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.gate.layers import FileWeights
 from enginewright.builder.gate.simulate import simulate
@@ -253,6 +258,49 @@ def test_greedy_texts_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert device.replays > 5 if isinstance(device, EmulatedDevice) else device.name
 
 
+@cache
+def adapter_file() -> Path:
+    """An adapter of random numbers for the small llama; tests/cuda/test_adapters.py compares others with PEFT."""
+    path, _, _ = built("llama", "bf16")
+    stored, chance = checkpoint_of("llama").stored, torch.Generator().manual_seed(1)
+    modules = [f"model.layers.{layer}.{name}" for layer in (0, 2) for name in ("self_attn.q_proj", "mlp.down_proj")]
+    tensors = {}
+    for module in modules:
+        rows, columns = stored[f"{module}.weight"].shape
+        for part, shape in ("lora_A", (5, columns)), ("lora_B", (rows, 5)):
+            tensors[f"base_model.model.{module}.{part}.weight"] = torch.randn(shape, generator=chance) / 3
+    folder = folder_of_engines() / "by-hand"
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 5, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with Engine.open(path) as engine:
+        return prepare(Adapter(folder), engine, folder.with_suffix(".lora")).path
+
+
+def test_greedy_texts_with_adapters_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with an adapter and without, in one batch, whose decoding replays graphs."""
+    path, _, kernels = built("llama", "bf16")
+    prompts = [random_tokens(count, seed=count).tolist() for count in (27, 30, 7)]
+    told, device, limits = [], device_for(kernels), replace(LIMITS, enable_lora=True)
+    for family in ("cpu", "cuda"):
+        with EngineFile.open(path) as file:
+            if family == "cuda":
+                monkeypatch.setattr(core, "open_executor", lambda one, config: CudaExecutor(one, device, config))
+            running, readers = core.EngineCore(Engine(file, family), limits), [Deltas() for _ in prompts * 2]
+            params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+            adapters = [None, running.open_adapter(adapter_file())] * 3
+            for prompt, adapter, reader in zip(prompts * 2, adapters, readers, strict=True):
+                running.add(running.request(prompt, params, reader.put, adapter=adapter))
+            while running.has_work:
+                for request, delta in running.step():
+                    request.sink(delta)
+            told.append([reader.tokens for reader in readers])
+    assert told[0] == told[1] and all(len(tokens) == 5 for tokens in told[0])
+    assert all(told[0][index] != told[0][index + 3] for index in range(3)), "the adapter changes each"
+    assert device.replays > 3 if isinstance(device, EmulatedDevice) else device.name
+
+
 @pytest.mark.skipif(Kernels is not EmulatedKernels, reason="it is the emulated GPU's memory that is counted")
 def test_a_closed_llm_gives_the_memory_of_its_gpu_back(monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, kernels = built("llama", "bf16")
@@ -272,7 +320,7 @@ def test_graphs_are_captured_before_they_are_needed() -> None:
         device = device_for(kernels)
         executor = CudaExecutor(Engine(file, "cuda"), device, replace(LIMITS, max_num_seqs=20))
         executor.warm_up()
-        assert sorted(executor._graphs) == [1, 2, 4, 8, 16, 20]
+        assert sorted(executor._graphs) == [(count, False) for count in (1, 2, 4, 8, 16, 20)]
         assert device.launches == 0 if isinstance(device, EmulatedDevice) else device.name
 
 

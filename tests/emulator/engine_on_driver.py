@@ -4,13 +4,13 @@ import ctypes
 import json
 import sys
 
-from enginewright import LLM, SamplingParams
+from enginewright import LLM, LoRARequest, SamplingParams
 from enginewright.errors import NotEnoughMemoryError
 from enginewright.runtime.core import engine_core
 from enginewright.runtime.scheduler import stored
 
 if __name__ == "__main__":
-    path, prompts, num_tokens, limits, folder = json.load(sys.stdin)
+    path, prompts, num_tokens, limits, folder, adapter = json.load(sys.stdin)
     left = ctypes.CDLL("libcuda.so.1").driver_left
     try:
         LLM(path, **limits, kv_cache_memory=4 << 10)
@@ -26,4 +26,18 @@ if __name__ == "__main__":
             outputs, isa = llm.generate(prompts, params), llm.isa
             restored.append(llm.stats().restored_tokens)
         answers.append([output.outputs[0].token_ids for output in outputs])
-    print(json.dumps({"refused": refused, "on": isa, "answers": answers, "restored": restored, "left": left()}))
+    with LLM(path, **limits, enable_lora=True, max_loras=1) as llm:
+        outputs = llm.generate(prompts[1:3], params, lora_request=[LoRARequest("own", 1, adapter), None])
+        adapted = [output.outputs[0].token_ids for output in outputs]
+    print(
+        json.dumps(
+            {
+                "refused": refused,
+                "on": isa,
+                "answers": answers,
+                "restored": restored,
+                "adapted": adapted,
+                "left": left(),
+            }
+        )
+    )

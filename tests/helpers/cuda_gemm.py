@@ -74,11 +74,11 @@ class Gemm:
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        out = _buffer(self.to, self.outputs)
-        operands = {"x": _buffer(self.x_type, self.columns), "out": out}
+        out = buffer_matrix(self.to, self.outputs)
+        operands = {"x": buffer_matrix(self.x_type, self.columns), "out": out}
         operands["weight"] = Matrix(WEIGHTS[self.format], Linear(self.rows), self.columns, 0, 0, "r16")
         if self.x_type != "bf16":
-            operands["x_scale"] = _buffer("f32", self.groups)
+            operands["x_scale"] = buffer_matrix("f32", self.groups)
         roles = {"bias": self.bias, "zero": self.zeros, "scale": self.format != "bf16"}
         operands |= {role: Matrix("", Linear(), 0, 0, 0) for role, there in roles.items() if there}
         call = Call(
@@ -146,12 +146,14 @@ class Problem:
         if gemm.x_type == "e4m3":
             self.x = (self.x.float() * 120).clamp(-448, 448).to(torch.float8_e4m3fn)
 
-    def expected(self) -> torch.Tensor:
-        """The right result, float64 [tokens, outputs]."""
-        gemm = self.gemm
-        x, weight, of_rows = self.x.double(), self.weights["weight"], torch.ones(gemm.rows)
-        if gemm.x_type != "bf16":
-            x = x * self._spread(self.x_scale)
+    def inputs(self) -> torch.Tensor:
+        """x as it is multiplied, float64 [tokens, columns]."""
+        x = self.x.double()
+        return x if self.gemm.x_type == "bf16" else x * self._spread(self.x_scale)
+
+    def product(self) -> torch.Tensor:
+        """The product with its scales, float64 [tokens, rows]."""
+        gemm, weight, of_rows = self.gemm, self.weights["weight"], torch.ones(self.gemm.rows)
         numbers = weight.double()
         if gemm.format == "w4a16":
             numbers -= self._spread(self.weights.get("zero", torch.full((gemm.rows, gemm.groups), 8)))
@@ -161,13 +163,21 @@ class Problem:
             numbers *= self._spread(self.weights["scale"])
         else:
             of_rows = self.weights.get("scale", of_rows)
-        y = x @ numbers.T * of_rows.double() + self.weights.get("bias", torch.zeros(gemm.rows)).double()
-        if gemm.epilogue == "none":
+        return self.inputs() @ numbers.T * of_rows.double()
+
+    def finished(self, y: torch.Tensor) -> torch.Tensor:
+        """The result of the bias and the epilogue, float64 [tokens, outputs]."""
+        y = y + self.weights.get("bias", torch.zeros(self.gemm.rows)).double()
+        if self.gemm.epilogue == "none":
             return y
         gate, up = y.chunk(2, dim=1)
-        if gemm.epilogue == "swiglu":
+        if self.gemm.epilogue == "swiglu":
             return torch.nn.functional.silu(gate) * up
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+    def expected(self) -> torch.Tensor:
+        """The right result, float64 [tokens, outputs]."""
+        return self.finished(self.product())
 
     def _spread(self, of_groups: torch.Tensor) -> torch.Tensor:
         group = self.gemm.group or self.gemm.columns
@@ -180,19 +190,19 @@ class Problem:
             The result, [tokens, outputs].
         """
         gemm, tokens, launch = self.gemm, self.tokens, self.gemm.launch(self.tokens)
-        out_buffer = _buffer(gemm.to, gemm.outputs)
+        out_buffer = buffer_matrix(gemm.to, gemm.outputs)
         poison = torch.full((tokens + 1, out_buffer.stride), torch.nan, dtype=DTYPES[gemm.to])
         out = poison.view(torch.int32 if gemm.to == "f32" else torch.int16).numpy()
         out[:] = -77  # a NaN
         counters = np.zeros(launch.grid[0].at(step_sizes(tokens=tokens, sequences=0, logit_rows=0), 1), np.int32)
         arguments: dict[str, Argument] = {
-            "x": _rows(self.x, 99 if gemm.x_type == "i8" else torch.nan),
+            "x": buffer_rows(self.x, 99 if gemm.x_type == "i8" else torch.nan),
             "out": out,
             "counters": counters,
-            **{role: self._packed(role) for role in self.weights},
+            **{role: self.packed(role) for role in self.weights},
         }
         if gemm.x_type != "bf16":
-            arguments["x_scale"] = _rows(self.x_scale, torch.nan)
+            arguments["x_scale"] = buffer_rows(self.x_scale, torch.nan)
         splits, blocks = launch.grid[1].rows.constant, launch.grid[0].rows.constant
         if splits > 1 and "partial" in launch.arguments:
             rows = -(-tokens // 8) * 8  # at least; tokens of all tiles are the stride of a split
@@ -216,7 +226,7 @@ class Problem:
         assert not result[:, gemm.outputs : padded].any(), "padding is zeros"
         return result[:, : gemm.outputs]
 
-    def _packed(self, role: str) -> np.ndarray:
+    def packed(self, role: str) -> np.ndarray:
         weight = self.weights[role]
         layout = "plain" if weight.dim() == 1 else "r16_columns" if role in ("scale", "zero") else "r16"
         if self.gemm.epilogue != "none" and layout != "plain":
@@ -227,14 +237,14 @@ class Problem:
         return np.frombuffer(b"".join(pack(weight, form)) + poison, np.uint8).copy()
 
 
-def _buffer(dtype: str, columns: int) -> Matrix:
+def buffer_matrix(dtype: str, columns: int) -> Matrix:
     stride = Buffer(dtype, linear(tokens=1), columns, 0).stride
     return Matrix(dtype, linear(tokens=1), columns, stride, -(-columns // 64) * 64)
 
 
-def _rows(values: torch.Tensor, poison: float) -> np.ndarray:
+def buffer_rows(values: torch.Tensor, poison: float) -> np.ndarray:
     """Rows in the layout of a buffer: after the columns zeros up to `padded`, then poison."""
-    matrix = _buffer("f32", values.shape[1])
+    matrix = buffer_matrix("f32", values.shape[1])
     rows = torch.full((len(values), matrix.stride), poison).to(values.dtype)
     rows[:, : matrix.padded] = 0
     rows[:, : values.shape[1]] = values

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.adapter_file import AdapterFile
-from enginewright.adapter_plan import max_site_rank, with_adapters
+from enginewright.adapter_plan import max_site_rank
 from enginewright.adapter_sites import Site
 from enginewright.dtypes import KV_CACHES
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
@@ -26,7 +26,6 @@ from enginewright.plan import (
     InputOperand,
     Operand,
     PagedCache,
-    Plan,
     WeightOperand,
     cache_of,
 )
@@ -34,32 +33,15 @@ from enginewright.runtime import env
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.count import format_bytes
+from enginewright.runtime.device.adapters import model_plan, num_slots
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import plan_memory
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
-from enginewright.targets import CPU
 
 HUGE_PAGE_BYTES = 2 << 20
 KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # dtypes that planes of a paged group may have
-
-
-def model_plan(engine: Engine, config: RuntimeConfig) -> Plan:
-    """Returns the plan of an engine's own model.
-
-    Args:
-        engine: the open engine.
-        config: limits; `enable_lora` extends the plan.
-
-    Raises:
-        UsageError: the engine cannot have adapters, or not on this device.
-    """
-    if not config.enable_lora:
-        return engine.plan
-    if engine.target != CPU:
-        raise UsageError("enable_lora is not possible on a GPU", "adapters are served on CPUs so far")
-    return with_adapters(engine.plan, engine.adapter_sites.sites, config.max_lora_rank)
 
 
 class CpuExecutor:
@@ -212,7 +194,7 @@ class CpuExecutor:
         limits = self.memory_plan.limits
         return _cpu.Adapters(
             [(site.rows, site.columns) for site in sites],
-            config.max_loras or config.max_num_seqs,
+            num_slots(self.engine, config),
             max_site_rank(sites, config.max_lora_rank),
             limits.tokens,
             limits.logit_rows,

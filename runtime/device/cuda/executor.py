@@ -3,7 +3,8 @@
 All memory is allocated at the start: weights as the file has them, the arena at its maximum size, the KV pools, and the
 inputs. So a launch is a function, a grid and constant arguments, and kernels read the sizes of a step from memory.
 Steps that only decode are replayed as graphs, one for each number of sequences in BUCKETS. Other steps are launched
-kernel by kernel.
+kernel by kernel. Steps in which a row has an adapter have launches and graphs of their own, and all others those of an
+engine without adapters.
 
 `run` does not wait for a step; only reading its sampled tokens does. The next step may therefore be queued before that.
 For this, host buffers that the device reads or writes exist PIPELINE_SLOTS times, and steps take turns using them.
@@ -11,6 +12,7 @@ For this, host buffers that the device reads or writes exist PIPELINE_SLOTS time
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.adapter_file import AdapterFile
+from enginewright.adapter_plan import SLOTS
 from enginewright.errors import CorruptEngineError
 from enginewright.plan import (
     HIDDEN,
@@ -31,13 +35,15 @@ from enginewright.plan import (
     InputOperand,
     KernelCall,
     Launch,
-    Operand,
+    Plan,
     RecurrentState,
     StepSizes,
     WeightOperand,
     cache_of,
 )
 from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.adapters import adapter_bytes, model_plan, num_slots
+from enginewright.runtime.device.cuda.adapters import NO_TABLES, DeviceAdapters
 from enginewright.runtime.device.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.device.cuda.places import DevicePlaces
 from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
@@ -69,6 +75,14 @@ class DeviceRows:
         return np.asarray(self._read(), dtype)
 
 
+@dataclass(frozen=True)
+class _Launches:
+    """The launches of a step."""
+
+    grids: Sequence[Launch]  # launches with different grids
+    launches: Sequence[tuple[int, OnGrid]]  # index of its grid, and what queues it, in order
+
+
 class CudaExecutor:
     """Executor of an engine's plan on a GPU.
 
@@ -95,7 +109,7 @@ class CudaExecutor:
         weights: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         config = config or RuntimeConfig()
-        self.engine, self.plan, self.device = engine, engine.plan, device
+        self.engine, self.plan, self.device = engine, model_plan(engine, config), device
         self.isa, self.threads = device.architecture, 0
         if self.plan.sampling is None:
             raise CorruptEngineError("the plan is damaged", "it does not say how tokens are sampled", "Build it again.")
@@ -105,8 +119,14 @@ class CudaExecutor:
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
         free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
-        weight_bytes = engine.missing_weight_bytes(weights)
-        self.memory_plan = plan_memory(self.plan, config, weight_bytes, free=free, share=FREE_SHARE)
+        self.memory_plan = plan_memory(
+            self.plan,
+            config,
+            engine.missing_weight_bytes(weights),
+            free=free,
+            share=FREE_SHARE,
+            adapter_bytes=adapter_bytes(engine, config),
+        )
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)
         offsets, arena_bytes = self.plan.arena_offsets(limits)
@@ -125,16 +145,14 @@ class CudaExecutor:
         places["logit_rows"] = self._inputs.addresses["logit_rows"]
         self._sampler = DeviceSampler(self.plan.sampling, sampler_limits, places, device)
         self._of_steps = {"sampled": self._sampler.sampled, "known": known}  # tokens from step to step
-        # Layers repeat the same launches, so each different grid is computed only once a step.
-        grids: dict[Launch, int] = {}
-        self._launches = []
-        for call in self.plan.calls:
-            for launch in call.launches:
-                shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
-                self._launches.append((grids.setdefault(shape, len(grids)), self._launcher(call, launch)))
-        self._grids = tuple(grids)
+        self._adapters: DeviceAdapters | None = None
+        self._launches = {False: self._launches_of(engine.plan)}  # by whether rows of the step have adapters
+        if config.enable_lora:
+            sites = engine.adapter_sites.sites
+            self._adapters = DeviceAdapters(device, self.plan, sites, num_slots(engine, config), config.max_lora_rank)
+            self._launches[True] = self._launches_of(self.plan)
         self._buckets = buckets_for(limits.sequences)
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         device.synchronize()
 
     @property
@@ -148,8 +166,22 @@ class CudaExecutor:
 
     def warm_up(self) -> None:
         """Captures the graphs of all buckets, so that no step has to."""
-        for count in self._buckets:
-            self._graph(count)
+        for adapted in self._launches:
+            for count in self._buckets:
+                self._graph(count, adapted)
+
+    def load_adapter(self, slot: int, adapter: AdapterFile) -> None:
+        """Queues copies of an adapter to a slot that no later step uses before it is loaded.
+
+        Args:
+            slot: the slot.
+            adapter: the adapter, which fits the engine (`AdapterFile.check_fits`) and the slot (`check_slot`).
+        """
+        assert self._adapters is not None, "enable_lora is True"
+        self._adapters.load(slot, adapter.sites)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Does nothing: no step uses the slot until another adapter is loaded into it."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """Queues one step. Reading its outputs, or the tokens sampled from its logits, waits for it."""
@@ -161,14 +193,18 @@ class CudaExecutor:
         # A state starts with zeros. New blocks need not: attention reads no position that its queries do not see.
         for group in self._states:
             self.place_memory[group].zero(inputs.new_blocks[group])
-        self._inputs.upload(inputs.arrays, sizes)
+        adapted, arrays = False, inputs.arrays
+        if self._adapters is not None:
+            tables = self._adapters.tables(arrays[SLOTS.name], arrays["logit_rows"])
+            adapted, arrays = tables is not NO_TABLES, {**arrays, **tables}
+        self._inputs.upload(arrays, sizes)
         if inputs.hidden is not None:
             self._write(self.plan.given[HIDDEN_BEFORE], inputs.hidden)
         bucket = bucket_of(sizes, self._buckets)
         if bucket is not None:
-            self._graph(bucket)()
+            self._graph(bucket, adapted)()
         else:
-            self._launch(sizes)
+            self._launch(sizes, adapted)
         hidden = self.plan.outputs.get(HIDDEN)
         return StepOutputs(
             DeviceRows(lambda: self._read(self.plan.result, sizes.logit_rows)),
@@ -195,18 +231,30 @@ class CudaExecutor:
     ) -> Iterable[Fields]:
         return self._sampler.draw(rows, history, biases, allowed)
 
-    def _graph(self, count: int) -> Callable[[], None]:
-        if count not in self._graphs:
+    def _graph(self, count: int, adapted: bool) -> Callable[[], None]:
+        key = count, adapted
+        if key not in self._graphs:
             limits = self.memory_plan.limits
             sizes = StepSizes(limits.dims, (count, count, count, *limits.counts[3:]))
-            self._graphs[count] = self.device.capture(lambda: self._launch(sizes))
-        return self._graphs[count]
+            self._graphs[key] = self.device.capture(lambda: self._launch(sizes, adapted))
+        return self._graphs[key]
 
-    def _launch(self, sizes: StepSizes) -> None:
-        grids = [self._grid(launch, sizes) for launch in self._grids]
-        for index, run in self._launches:
+    def _launch(self, sizes: StepSizes, adapted: bool) -> None:
+        whole = self._launches[adapted]
+        grids = [self._grid(launch, sizes) for launch in whole.grids]
+        for index, run in whole.launches:
             if (grid := grids[index]) is not None:
                 run(grid)
+
+    def _launches_of(self, plan: Plan) -> "_Launches":
+        """Prepares the launches of all calls. Layers repeat grids, each of which is computed only once a step."""
+        grids: dict[Launch, int] = {}
+        launches = []
+        for call in plan.calls:
+            for launch in call.launches:
+                shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
+                launches.append((grids.setdefault(shape, len(grids)), self._launcher(call, launch)))
+        return _Launches(tuple(grids), launches)
 
     def _grid(self, launch: Launch, sizes: StepSizes) -> Grid | None:
         """Grid of a launch in a step of these sizes; None if it does not run."""
@@ -219,10 +267,17 @@ class CudaExecutor:
         addresses = [self._inputs.sizes]
         for role in launch.arguments:
             operand = call.operands.get(role)
-            addresses.append(self._of_steps.get(role, 0) if operand is None else self._address(operand))
+            if operand is None:
+                addresses.append(self._of_steps.get(role, 0))
+            elif isinstance(operand, AdaptersOperand):
+                delta = call.operands["delta"]
+                assert self._adapters is not None and isinstance(delta, BufferOperand), "with_adapters has added them"
+                addresses.append(self._adapters.address(delta.index))
+            else:
+                addresses.append(self._address(operand))
         return self.device.launcher(launch.kernel, launch.threads, launch.shared_bytes, addresses)
 
-    def _address(self, operand: Operand) -> int:
+    def _address(self, operand: InputOperand | WeightOperand | BufferOperand | CacheOperand) -> int:
         match operand:
             case InputOperand():
                 return self._inputs.addresses[operand.name]
@@ -235,8 +290,6 @@ class CudaExecutor:
                 group = cache_of(self.plan.caches, operand)
                 memory = self.place_memory[self.plan.caches.index(group)]
                 return memory.address + group.offset_bytes(operand.layer, operand.part)
-            case AdaptersOperand():
-                raise AssertionError("model_plan refuses adapters on this device")
 
 
 def buckets_for(max_sequences: int) -> tuple[int, ...]:
@@ -268,8 +321,6 @@ class _Inputs:
             offset = -(-offset // ALIGN) * ALIGN
             offsets[entry.name] = offset
             offset += 4 * entry.rows.at(limits) * entry.columns.at(limits)
-            if entry in vectors:
-                self._vectors_end = offset
         hosts = [device.pinned(offset) for _ in range(PIPELINE_SLOTS)]
         self._slots = cycle([(host, host.view(np.int32), device.event()) for host in hosts])
         self.sizes = device.allocate(offset)
@@ -282,9 +333,11 @@ class _Inputs:
         host, words, is_read = next(self._slots)
         self._device.wait(is_read)
         words[: len(sizes.counts)] = sizes.counts
+        end = 4 * MAX_DIMS
         for name, at in self._vectors.items():
             values = arrays[name]
             words[at : at + len(values)] = values
+            end = 4 * (at + len(values)) if len(values) else end
         for name, start in self._tables.items():
             values = arrays[name]
             if values is not self._last.get(name):  # a changed table is a new array (Packer._gather)
@@ -292,5 +345,5 @@ class _Inputs:
                 end = start + values.nbytes
                 host[start:end] = values.reshape(-1).view(np.uint8)
                 self._device.upload(self.addresses[name], host[start:end])
-        self._device.upload(self.sizes, host[: self._vectors_end])
+        self._device.upload(self.sizes, host[:end])
         self._device.record(is_read)

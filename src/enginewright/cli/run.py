@@ -99,7 +99,7 @@ model, address, overload, adapters = section("Model"), section("Address"), secti
 @adapters(
     "--max-loras",
     type=CountType(),
-    show_default="--max-num-seqs",
+    show_default="--max-num-seqs; 8 on a GPU, which has memory for them from the start",
     help="Maximum number of adapters in one step. A sequence with another one waits.",
 )
 @adapters(

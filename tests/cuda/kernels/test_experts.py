@@ -20,7 +20,7 @@ from enginewright.plugins.kernel import Call, Matrix
 from tests.emulator.kernels import SCHEDULES, EmulationError, Kernels
 from tests.helpers.compiled import compile_kernels
 from tests.helpers.cuda_call import CudaCall, Operand, as_bf16, empty, kernel_of, run, strided, vector
-from tests.helpers.cuda_gemm import DTYPES, WEIGHTS, Gemm, Problem, _buffer, _rows, error
+from tests.helpers.cuda_gemm import DTYPES, WEIGHTS, Gemm, Problem, buffer_matrix, buffer_rows, error
 from tests.helpers.plugin_cases import ROUTING
 from tests.plugins.test_plugins_values import route
 from tests.tolerances import GEMM_F32, TANH_GELU_SILU
@@ -134,12 +134,12 @@ class Experts:
     def __init__(self, gemm: Gemm, counts: Sequence[int]) -> None:
         self.gemm, self.counts = gemm, counts
         self.all = Problem(replace(gemm, rows=gemm.rows * len(counts), epilogue="none"), sum(counts))
-        out = replace(_buffer(gemm.to, gemm.outputs), rows=linear(tokens=1))
-        operands = {"x": _buffer(gemm.x_type, gemm.columns), "out": out}
+        out = replace(buffer_matrix(gemm.to, gemm.outputs), rows=linear(tokens=1))
+        operands = {"x": buffer_matrix(gemm.x_type, gemm.columns), "out": out}
         operands["weight"] = Matrix(WEIGHTS[gemm.format], Linear(gemm.rows), gemm.columns, 0, 0, "r16")
         operands["starts"] = Matrix("i32", Linear(1), len(counts) + 1, 64, len(counts) + 1)
         if gemm.x_type != "bf16":
-            operands["x_scale"] = _buffer("f32", gemm.groups)
+            operands["x_scale"] = buffer_matrix("f32", gemm.groups)
         roles = {"bias": gemm.bias, "zero": gemm.zeros, "scale": gemm.format != "bf16"}
         operands |= {role: Matrix("", Linear(), 0, 0, 0) for role, there in roles.items() if there}
         call = Call(operands, {"epilogue": gemm.epilogue, "group": gemm.group})
@@ -149,16 +149,16 @@ class Experts:
     def run(self, kernels: Kernels, which: int, schedule: str = "forward", seed: int = 0) -> torch.Tensor:
         """Runs one of the launches, whatever the number of rows."""
         gemm, launch, rows = self.gemm, replace_rows(self.launches[which]), sum(self.counts)
-        out = empty(gemm.to, linear(tokens=1), rows, gemm.outputs, _buffer(gemm.to, gemm.outputs).stride)
+        out = empty(gemm.to, linear(tokens=1), rows, gemm.outputs, buffer_matrix(gemm.to, gemm.outputs).stride)
         starts = np.array([0, *accumulate(self.counts)], np.int32)
         operands = {
-            "x": Operand(_rows(self.all.x, 99 if gemm.x_type == "i8" else torch.nan), _buffer("f32", 1)),
+            "x": Operand(buffer_rows(self.all.x, 99 if gemm.x_type == "i8" else torch.nan), buffer_matrix("f32", 1)),
             "out": out,
-            "starts": Operand(starts, _buffer("f32", 1)),
-            **{role: Operand(self.packed(role), _buffer("f32", 1)) for role in self.all.weights},
+            "starts": Operand(starts, buffer_matrix("f32", 1)),
+            **{role: Operand(self.packed(role), buffer_matrix("f32", 1)) for role in self.all.weights},
         }
         if gemm.x_type != "bf16":
-            operands["x_scale"] = Operand(_rows(self.all.x_scale, torch.nan), _buffer("f32", 1))
+            operands["x_scale"] = Operand(buffer_rows(self.all.x_scale, torch.nan), buffer_matrix("f32", 1))
         run(kernels, [launch], operands, step_sizes(tokens=rows, sequences=0, logit_rows=0), schedule, seed)
         bits = torch.from_numpy(out.values[:rows, : gemm.outputs].copy())
         assert np.isnan(out.values[rows:]).all() if gemm.to == "f32" else (out.values[rows:] == 0x7FFF).all()
