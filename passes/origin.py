@@ -4,11 +4,13 @@ Engines have layers fused, reordered and scaled. An origin goes with a tensor:
 
     weight[i, j] = row_factors[i] · stored[rows[i], column_order[j]] · column_factors[j]
 
-before rounding, stored as [out, in]. A change that it cannot express drops the origin.
+before rounding, stored as [out, in]. A weight may be several matrices of as many rows, one after another, each with
+factors of columns of its own. A change that an origin cannot express drops it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -19,7 +21,8 @@ class Origin:
 
     rows: tuple[tuple[str, torch.Tensor], ...]  # (name of a tensor, its rows) that follow each other, N in all
     row_factors: torch.Tensor | None = None  # FLOAT [N]; None: all are 1
-    column_factors: torch.Tensor | None = None  # FLOAT [K]; None: all are 1
+    # FLOAT [K], or [matrices, K], of each of the matrices that the weight consists of; None: all are 1
+    column_factors: torch.Tensor | None = None
     column_order: torch.Tensor | None = None  # stored column of each column, INT64 [K]; None: the same
 
     @staticmethod
@@ -30,14 +33,14 @@ class Origin:
             tensor: its name in the checkpoint.
             count: its rows.
         """
-        return Origin(((tensor, torch.arange(count, dtype=torch.int32)),))
+        return Origin(((tensor, _all_rows(count)),))
 
     def scaled(self, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> "Origin":
         """The origin of the weight times factors.
 
         Args:
             rows: factors of rows, [N].
-            columns: factors of columns, [K].
+            columns: factors of columns, [K] or [matrices, K].
         """
         return replace(
             self,
@@ -45,8 +48,10 @@ class Origin:
             column_factors=_product(self.column_factors, columns),
         )
 
-    def picked(self, index: torch.Tensor) -> "Origin":
+    def picked(self, index: torch.Tensor) -> "Origin | None":
         """The origin of some rows of the weight; index: their positions, in the new order."""
+        if self._differs_by_matrix:
+            return None
         index = index.long()
         counts = torch.tensor([len(rows) for _, rows in self.rows])
         part_of = torch.repeat_interleave(torch.arange(len(counts)), counts)[index]
@@ -58,20 +63,31 @@ class Origin:
 
     def sorted_columns(self, order: torch.Tensor) -> "Origin":
         """The origin of the weight with other columns; order: current column of each of them."""
-        factors = None if self.column_factors is None else self.column_factors[order]
+        factors = None if self.column_factors is None else self.column_factors[..., order]
         columns = order if self.column_order is None else self.column_order[order]
         return replace(self, column_factors=factors, column_order=columns)
+
+    @property
+    def _differs_by_matrix(self) -> bool:
+        return self.column_factors is not None and self.column_factors.dim() > 1
 
 
 def stacked_origin(origins: Sequence[Origin | None]) -> Origin | None:
     """The origin of weights that follow each other along the rows; None if one is unknown, or their columns differ."""
     known = [origin for origin in origins if origin is not None]
-    if len(known) < len(origins) or not all(_same_columns(origin, known[0]) for origin in known):
+    alike = all(_same_columns(origin, known[0]) and not origin._differs_by_matrix for origin in known)
+    if len(known) < len(origins) or not alike:
         return None
     factors = None
     if any(origin.row_factors is not None for origin in known):
         factors = torch.cat([_factors(origin) for origin in known])
     return replace(known[0], rows=tuple(run for origin in known for run in origin.rows), row_factors=factors)
+
+
+@lru_cache(maxsize=16)
+def _all_rows(count: int) -> torch.Tensor:
+    """The rows of a whole tensor, which is shared by tensors of this size, such as those of all experts."""
+    return torch.arange(count, dtype=torch.int32)
 
 
 def _factors(origin: Origin) -> torch.Tensor:

@@ -21,8 +21,9 @@ from enginewright.adapter_file import (
     FactorDType,
     SiteEntry,
 )
-from enginewright.adapter_sites import read_sites
+from enginewright.adapter_sites import Site, read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
+from enginewright.builder.adapters.expert_layers import ExpertsLayer
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
 from enginewright.builder.adapters.sites import weight_of
 from enginewright.builder.lower import PackedForm, pack
@@ -38,7 +39,7 @@ from enginewright.runtime.engine import Engine
 MERGE = "Merge it at build: engine build --merge ADAPTER."
 SECTIONS = 4  # sections of a site at most, without those of its runs: A, its scales, a bias and a gain
 SECTIONS_OF_RUN = 2  # B and its scales
-NO_SITE = "heads, embeddings, experts, norms, and layers that the model does not have are no adapter sites"
+NO_SITE = "heads, embeddings, routers, norms, and layers that the model does not have are no adapter sites"
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,10 @@ def prepare(
         raise UsageError(f"{output} cannot be written", "it is the engine", "Name another file with --output.")
     progress = progress or Silent()
     progress.phase("find the layers")
-    layers = [EngineLayer(engine.file, site) for site in read_sites(engine.file).sites]
+    layers = [_open_layer(engine, site) for site in read_sites(engine.file).sites]
     _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
-    layers = [layer for layer in layers if layer.modules & adapter.updates.keys()]
+    updates = adapter.updates.values()
+    layers = [layer for layer in layers if any(layer.is_changed_by(adapter, update) for update in updates)]
     calls = {name: call for call in engine.plan.calls if (name := weight_of(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
     entries: list[SiteEntry] = []
@@ -130,6 +132,10 @@ def prepare(
     )
 
 
+def _open_layer(engine: Engine, site: Site) -> EngineLayer:
+    return (ExpertsLayer if site.experts else EngineLayer)(engine.file, site)
+
+
 def _dtype_for(engine: Engine, weight: str) -> FactorDType:
     dtype = engine.weight(weight)[1].dtype
     return "i8" if dtype is not None and DTYPES[dtype].bits <= 8 else "bf16"
@@ -158,38 +164,48 @@ def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path, vocab_
         if not 0 <= token < vocab_size:
             raise adapter.error(f"the invocation token {token} is none of the engine's {vocab_size}")
     for update in adapter.updates.values():
-        module, own = update.module, [layer for layer in layers if update.module in layer.modules]
-        if (why := _refusal(update, has_site=bool(own))) is not None:
-            what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
-            raise UnsupportedModelError(what, why, MERGE)
-        if update.changes_bias and any(layer.site.bias is None for layer in own):
-            what = f"the adapter {adapter.name} changes the bias of {module}, which {engine} does not have"
-            raise UnsupportedModelError(what, fix="Merge the adapter with PEFT, and build the merged model.")
-        rows = set().union(*(layer.rows_of(module) for layer in own))
-        if rows != set(range(count := len(rows))):
-            what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
-            raise UnsupportedModelError(what, "only some of its rows are in layers that adapters can change", MERGE)
-        wanted: dict[str, tuple[int, ...]] = dict.fromkeys(("bias", "b_bias", "magnitude"), (count,))
-        if "a" in update.parts:
-            rank = adapter.config.rank_of(module)
-            if rank > MAX_RANK:
-                what = f"{module} of the adapter {adapter.name} has rank {rank}"
-                raise UnsupportedModelError(what, f"at most {MAX_RANK} is possible", MERGE)
-            wanted |= {"a": (rank, own[0].site.columns), "b": (count, rank)}
-        for part in update.parts:
-            if (found := adapter.shape(update, part)) != wanted[part]:
-                why = f"{update.parts[part]} has shape {list(found)}, and the engine's layer {list(wanted[part])}"
-                raise adapter.error(why)
+        _check_update(adapter, update, [layer for layer in layers if layer.is_changed_by(adapter, update)], engine)
 
 
-def _refusal(update: ModuleUpdate, *, has_site: bool) -> str | None:
-    """Says why an update cannot be applied to an engine; None if it can."""
+def _check_update(adapter: Adapter, update: ModuleUpdate, own: Sequence[EngineLayer], engine: Path) -> None:
+    """Does the same for one update; own: layers that it changes."""
+    module = update.module
+    if (why := _refusal(adapter, update, own)) is not None:
+        what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
+        raise UnsupportedModelError(what, why, MERGE)
+    if update.changes_bias and any(layer.site.bias is None for layer in own):
+        what = f"the adapter {adapter.name} changes the bias of {module}, which {engine} does not have"
+        raise UnsupportedModelError(what, fix="Merge the adapter with PEFT, and build the merged model.")
+    rank = max(layer.rank_of(adapter, update) for layer in own)
+    if rank > MAX_RANK and "a" in update.parts:
+        what = f"{module} of the adapter {adapter.name} has rank {rank}"
+        raise UnsupportedModelError(what, f"at most {MAX_RANK} is possible", MERGE)
     if update.experts_module is not None:
-        return "experts are no adapter sites"
+        return  # shapes have decided that it changes the layer
+    rows = set().union(*(layer.rows_of(module) for layer in own))
+    if rows != set(range(count := len(rows))):
+        what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
+        raise UnsupportedModelError(what, "only some of its rows are in layers that adapters can change", MERGE)
+    wanted: dict[str, tuple[int, ...]] = dict.fromkeys(("bias", "b_bias", "magnitude"), (count,))
+    if "a" in update.parts:
+        wanted |= {"a": (rank, own[0].site.columns), "b": (count, rank)}
+    for part in update.parts:
+        if (found := adapter.shape(update, part)) != wanted[part]:
+            why = f"{update.parts[part]} has shape {list(found)}, and the engine's layer {list(wanted[part])}"
+            raise adapter.error(why)
+
+
+def _refusal(adapter: Adapter, update: ModuleUpdate, layers: Sequence[EngineLayer]) -> str | None:
+    """Says why an update cannot be applied to the layers that it changes; None if it can."""
     if update.parts.keys() & {"embedding_a", "token_rows"}:
         return "embeddings are no adapter sites"
-    if not has_site:
+    if not layers and update.experts_module is not None:
+        shapes = " and ".join(str(list(adapter.shape(update, part))) for part in ("a", "b"))
+        return f"its factors of shape {shapes} fit no experts that adapters can change"
+    if not layers:
         return NO_SITE
     if "weight" in update.parts:
         return "it replaces the whole layer (modules_to_save), and adapters add to layers"
+    if update.parts.keys() - {"a", "b"} and any(isinstance(layer, ExpertsLayer) for layer in layers):
+        return "it has lengths (DoRA) or biases, which experts have only if it is merged"
     return None

@@ -2,20 +2,72 @@
 //
 //   adapter_delta@1  x: f32 or bf16 [rows, K], or i8 with x_scale: f32 [rows, G]; adapters; shrunk: f32
 //   [rows,
-//                    ranks], which only this kernel uses; delta: f32 [rows, N]
+//                    ranks], which only this kernel uses; delta: f32 [rows, N]. With places: i32 [tokens,
+//                    top] the site is a layer of experts, and rows are copies of tokens, as in experts.h
+//   adapter_rows@1   places; starts: i32 [1, E + 1], as in experts.h; adapters. Groups the rows of a layer of
+//                    experts, before the first of its products.
 //
-// delta has bias + B (A x) of the rows that have an adapter which changes the site; its other rows mean
-// nothing. Products of A are four chains of FMAs over K, which are added in one order, and those of B one
-// chain over the ranks; scales of int8 factors multiply the sums. A row's bits depend on nothing but the row
-// and its adapter, whether it passes the factors alone or with others of its adapter.
+// delta has bias + B (A x) of the rows that have an adapter which changes the site, and their expert; its
+// other rows mean nothing. Products of A are four chains of FMAs over K, which are added in one order, and
+// those of B one chain over the ranks; scales of int8 factors multiply the sums. A row's bits depend on
+// nothing but the row and its adapter, whether it passes the factors alone or with others of its adapter.
 #pragma once
 
 #include "adapters.h"
+#include "experts.h"
 #include "operands.h"
 #include "rows.h"
 
 namespace enginewright {
 namespace {
+
+inline void require_adapted_rows(const Operand& rows) {
+  static_assert(kTokens == 0 && kLogitRows == 2);
+  require(rows.rows == Linear{0, {1}} || rows.rows == Linear{0, {0, 0, 1}},
+          "'" + rows.label + "' must have a row for each token, or for each row of logits");
+}
+
+// The operand `places` of a layer of experts.
+inline const Operand& adapted_places(const Operands& operands, const Adapters& adapters) {
+  const Operand& places = buffer(operands, "places", DType::i32);
+  require_adapted_rows(places);
+  require(places.max_rows * places.columns <= adapters.expert_rows().max_rows(),
+          "'places' has more rows than adapters have room for");
+  return places;
+}
+
+// How tokens' copies are grouped is in the Adapters, for the products that follow.
+class GroupAdapterRows final : public Kernel {
+ public:
+  GroupAdapterRows(const Operands& operands, const Attributes& attributes)
+      : places_(adapted_places(operands, *adapters_of(operands, "adapters"))),
+        starts_(buffer(operands, "starts", DType::i32)),
+        adapters_(adapters_of(operands, "adapters")),
+        experts_(adapters_->site(operand(operands, "adapters").site).experts),
+        logit_rows_(places_.rows.factors[kLogitRows] != 0) {
+    require_known(operands, attributes, {"places", "starts", "adapters"}, {});
+    require(experts_ > 0, "'adapters' are of no layer of experts");
+    require(starts_.max_rows == 1, "'starts' must have one row");
+    require_columns(starts_, experts_ + 1);
+  }
+
+  bool is_idle() const override { return !adapters_->is_active(); }
+  void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }
+  Work work(const Sizes& sizes) const override { return touched({&places_, &starts_}, sizes); }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    if (worker.index != 0) return;
+    adapters_->expert_rows().group(adapters_->rows(logit_rows_).slots(), places_.as<const int32_t>(),
+                                   places_.stride, places_.rows.at(sizes), places_.columns,
+                                   starts_.as<const int32_t>(), experts_);
+  }
+
+ private:
+  const Operand places_, starts_;
+  Adapters* const adapters_;
+  const int64_t experts_;
+  const bool logit_rows_;
+};
 
 template <class S>
 class AdapterDelta final : public Kernel {
@@ -27,8 +79,9 @@ class AdapterDelta final : public Kernel {
         delta_(matrix(operands, "delta", DType::f32)),
         adapters_(adapters_of(operands, "adapters")),
         site_(operand(operands, "adapters").site),
+        experts_(adapters_->site(site_).experts),
         logit_rows_(x_.rows.factors[kLogitRows] != 0) {
-    require_known(operands, attributes, {"x", "x_scale", "adapters", "shrunk", "delta"}, {"group"});
+    require_known(operands, attributes, {"x", "x_scale", "places", "adapters", "shrunk", "delta"}, {"group"});
     require(x_.kind == Operand::Kind::arena, "'x' must be a buffer");
     const AdapterSite& site = adapters_->site(site_);
     require_columns(x_, site.columns);
@@ -36,9 +89,14 @@ class AdapterDelta final : public Kernel {
     require(shrunk_.columns >= adapters_->max_rank(), "'shrunk' has fewer columns than adapters have ranks");
     require_same_rows(x_, shrunk_);
     require_same_rows(x_, delta_);
-    require(x_.rows == (logit_rows_ ? Linear{0, {0, 0, 1}} : Linear{0, {1}}),
-            "'x' must have a row for each token, or for each row of logits");
-    static_assert(kTokens == 0 && kLogitRows == 2);
+    require((operands.count("places") != 0) == (experts_ != 0), "'places' belong to layers of experts");
+    if (experts_ == 0) {
+      require_adapted_rows(x_);
+    } else {
+      const Operand& places = adapted_places(operands, *adapters_);
+      require_copies(x_, places, places.columns);
+      top_ = places.columns;
+    }
     if (x_.dtype == DType::i8) {
       const Operand& scale = matrix(operands, "x_scale", DType::f32);
       require_same_rows(x_, scale);
@@ -59,16 +117,20 @@ class AdapterDelta final : public Kernel {
 
   Work work(const Sizes& sizes) const override {
     Work work;
-    for (const AdapterGroup& group : groups()) {
+    for (const AdapterGroup& group : adapters_->rows(logit_rows_).groups()) {
       const SiteAdapter& change = adapters_->at(site_, group.slot);
-      int64_t numbers = change.rank * x_.columns;
-      work.weight_bytes += numbers * change.a.element_bytes();
+      int64_t numbers = change.rank * x_.columns, bytes = numbers * change.a.element_bytes();
       for (const AdapterPiece& piece : change.pieces) {
         numbers += piece.count * piece.rank;
-        work.weight_bytes += piece.count * piece.rank * piece.b.element_bytes();
+        bytes += piece.count * piece.rank * piece.b.element_bytes();
       }
-      work.fp32_ops += 2 * numbers * group.count;
-      work.activation_bytes += group.count * (x_.columns * bytes_of(x_.dtype) + delta_.columns * 4);
+      int64_t rows = group.count * top_, matrices = 1;
+      if (experts_ != 0) {  // which ones is known only when it runs: as if all were changed, each row another
+        matrices = rows < experts_ ? rows : experts_;
+      }
+      work.weight_bytes += bytes * matrices;
+      work.fp32_ops += 2 * numbers * rows;
+      work.activation_bytes += rows * (x_.columns * bytes_of(x_.dtype) + delta_.columns * 4);
     }
     (void)sizes;
     return work;
@@ -125,30 +187,37 @@ class AdapterDelta final : public Kernel {
     }
   }
 
-  const std::vector<AdapterGroup>& groups() const { return adapters_->rows(logit_rows_).groups(); }
+  const std::vector<AdapterGroup>& groups() const {
+    return experts_ == 0 ? adapters_->rows(logit_rows_).groups() : adapters_->expert_rows().groups();
+  }
 
   // Rows of a group pass kTile at once, and what is left of them one by one.
   static int64_t tiles_of(int64_t rows) { return rows / kTile + rows % kTile; }
 
-  // Calls visit(change, rows, number of rows, item) for this thread's share of all tiles' items, of which a
-  // tile of rows has items_of(change).
+  // Items of a group's tiles: of each as many as items_of(change), if its expert is changed.
+  template <class ItemsOf>
+  int64_t items_in(const AdapterGroup& group, const ItemsOf& items_of) const {
+    const SiteAdapter& change = adapters_->at(site_, group.slot);
+    return change.matrix_of(group.expert) < 0 ? 0 : tiles_of(group.count) * items_of(change);
+  }
+
+  // Calls visit(change, index of its matrices, rows, number of rows, item) for this thread's share of all
+  // tiles' items, of which a tile of rows has items_of(change).
   template <class ItemsOf, class Visit>
   void for_items(const Worker& worker, const ItemsOf& items_of, const Visit& visit) const {
     int64_t total = 0;
-    for (const AdapterGroup& group : groups()) {
-      total += tiles_of(group.count) * items_of(adapters_->at(site_, group.slot));
-    }
+    for (const AdapterGroup& group : groups()) total += items_in(group, items_of);
     const Range mine = share(total, worker);
     int64_t begin = 0;
     for (const AdapterGroup& group : groups()) {
       const SiteAdapter& change = adapters_->at(site_, group.slot);
-      const int64_t each = items_of(change), count = tiles_of(group.count) * each;
+      const int64_t each = items_of(change), count = items_in(group, items_of);
       const int64_t first = mine.begin > begin ? mine.begin - begin : 0;
       const int64_t last = mine.end - begin < count ? mine.end - begin : count;
       for (int64_t item = first; item < last; ++item) {
         const int64_t tile = item / each, full = group.count / kTile;
         const int64_t row = tile < full ? tile * kTile : full * (kTile - 1) + tile;
-        visit(change, group.rows + row, tile < full ? kTile : 1, item % each);
+        visit(change, change.matrix_of(group.expert), group.rows + row, tile < full ? kTile : 1, item % each);
       }
       begin += count;
     }
@@ -160,10 +229,11 @@ class AdapterDelta final : public Kernel {
     const int32_t* expanded = nullptr;  // rows that x has
     for_items(
         worker, [](const SiteAdapter& change) { return change.rank / 16; },
-        [&](const SiteAdapter& change, const int32_t* rows, int count, int64_t block) {
+        [&](const SiteAdapter& change, int64_t matrix, const int32_t* rows, int count, int64_t block) {
+          const FactorMatrix factors = change.a.at(matrix, change.rank, x_.columns);
           for (int i = 0; i < count && rows != expanded; ++i) expand_x(rows[i], x + i * x_stride());
           expanded = rows;
-          with_factor(change.a, block * x_.columns * 16, [&](auto factor, const auto* a) {
+          with_factor(factors, block * x_.columns * 16, [&](auto factor, const auto* a) {
             F sums[kTile];
             if (count == 1) {
               shrink_row<decltype(factor)>(a, x, sums);
@@ -171,7 +241,7 @@ class AdapterDelta final : public Kernel {
               shrink_rows<decltype(factor)>(a, x, sums);
             }
             for (int i = 0; i < count; ++i) {
-              if (change.a.scale != nullptr) sums[i] = S::mul(sums[i], S::load(change.a.scale + block * 16));
+              if (factors.scale != nullptr) sums[i] = S::mul(sums[i], S::load(factors.scale + block * 16));
               S::store(shrunk_.as<float>() + rows[i] * shrunk_.stride + block * 16, sums[i]);
             }
           });
@@ -242,11 +312,13 @@ class AdapterDelta final : public Kernel {
           for (const AdapterPiece& piece : change.pieces) tiles += tiles_of(piece);
           return tiles;
         },
-        [&](const SiteAdapter& change, const int32_t* rows, int count, int64_t tile) {
-          const AdapterPiece* piece = change.pieces.data();
-          for (; tile >= tiles_of(*piece); ++piece) tile -= tiles_of(*piece);
-          with_factor(piece->b, 0, [&](auto factor, const auto* b) {
-            expand_tile<decltype(factor)>(change, *piece, b, rows, count, tile * kTile);
+        [&](const SiteAdapter& change, int64_t matrix, const int32_t* rows, int count, int64_t tile) {
+          const AdapterPiece* found = change.pieces.data();
+          for (; tile >= tiles_of(*found); ++found) tile -= tiles_of(*found);
+          AdapterPiece piece = *found;
+          piece.b = piece.b.at(matrix, piece.count, piece.rank);
+          with_factor(piece.b, 0, [&](auto factor, const auto* b) {
+            expand_tile<decltype(factor)>(change, piece, b, rows, count, tile * kTile);
           });
         });
   }
@@ -292,8 +364,9 @@ class AdapterDelta final : public Kernel {
 
   const Operand x_, shrunk_, delta_;
   Adapters* const adapters_;
-  const int64_t site_;
+  const int64_t site_, experts_;  // experts_: 0 if the site is no layer of experts
   const bool logit_rows_;
+  int64_t top_ = 1;                 // rows of a token
   const float* x_scale_ = nullptr;  // null: x is float
   int64_t x_scale_stride_ = 0, group_ = 0;
 };

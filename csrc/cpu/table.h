@@ -57,6 +57,7 @@ KernelTable make_table(KernelTable table) {
   table.insert({
       {"activation@1", make_kernel<Activation<S>>},
       {"adapter_delta@1", make_kernel<AdapterDelta<S>>},
+      {"adapter_rows@1", make_kernel<GroupAdapterRows>},
       {"add@1", make_kernel<Add<S>>},
       {"add_rms_norm@1", make_kernel<AddRmsNorm<S>>},
       {"cast@1", make_kernel<Cast<S>>},

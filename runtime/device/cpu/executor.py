@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.adapter_file import AdapterFile
-from enginewright.adapter_plan import max_site_rank, with_adapters
+from enginewright.adapter_plan import max_site_rank, max_top, with_adapters
 from enginewright.adapter_sites import Site
 from enginewright.dtypes import KV_CACHES
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
@@ -163,6 +163,7 @@ class CpuExecutor:
                 [(piece.begin, piece.count, piece.rank, piece.first_rank, piece.b) for piece in site.pieces],
                 site.bias,
                 site.gain,
+                site.experts,
             )
             for weight, site in adapter.sites.items()
         ]
@@ -211,11 +212,12 @@ class CpuExecutor:
     def _open_adapters(self, sites: Sequence[Site], config: RuntimeConfig) -> _cpu.Adapters:
         limits = self.memory_plan.limits
         return _cpu.Adapters(
-            [(site.rows, site.columns) for site in sites],
+            [(site.rows, site.columns, site.experts) for site in sites],
             config.max_loras or config.max_num_seqs,
             max_site_rank(sites, config.max_lora_rank),
             limits.tokens,
             limits.logit_rows,
+            max_top(self.plan),
         )
 
     def _check_weights(self) -> None:
