@@ -200,7 +200,8 @@ def transposed_by_head(name: str, value: ir.Value, heads: int) -> ir.Value:
 
         return rows
 
-    return RowsTensor(name, torch.float32, (heads * columns, height // heads), open).initializer()
+    origin = source.transposed(heads) if (source := origin_of(value)) else None
+    return RowsTensor(name, torch.float32, (heads * columns, height // heads), open, origin).initializer()
 
 
 class _OpenReaders:

@@ -81,13 +81,18 @@ class EngineLayer:
         run_of = torch.searchsorted(torch.tensor(starts), own, right=True) - 1
         rows = own + torch.tensor([run.first - start for run, start in zip(site.runs, starts, strict=True)])[run_of]
         module_of = torch.tensor([names.index(run.module) for run in site.runs])[run_of]
-        cuts = [0, *(module_of.diff().nonzero().flatten() + 1).tolist(), site.rows]
+        cuts = [0, *(module_of.diff().nonzero().flatten() + 1).tolist(), len(own)]
         self.runs = [Run(names[module_of[begin]], begin, end, rows[begin:end]) for begin, end in pairwise(cuts)]
 
     def is_changed_by(self, adapter: Adapter, update: ModuleUpdate) -> bool:
         """True if an update of an adapter changes this layer."""
         del adapter
         return update.experts_module is None and update.module in self.modules
+
+    @property
+    def stored_columns(self) -> int:
+        """Columns of the checkpoint's layers that this one is made of."""
+        return self.site.columns
 
     def rank_of(self, adapter: Adapter, update: ModuleUpdate) -> int:
         """Rank of an update that changes this layer, by the adapter's config."""

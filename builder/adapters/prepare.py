@@ -24,6 +24,7 @@ from enginewright.adapter_file import (
 from enginewright.adapter_sites import Site, read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.expert_layers import ExpertsLayer
+from enginewright.builder.adapters.head_layers import HeadsLayer
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
 from enginewright.builder.adapters.sites import weight_of
 from enginewright.builder.lower import PackedForm, pack
@@ -133,7 +134,8 @@ def prepare(
 
 
 def _open_layer(engine: Engine, site: Site) -> EngineLayer:
-    return (ExpertsLayer if site.experts else EngineLayer)(engine.file, site)
+    kind = ExpertsLayer if site.experts else HeadsLayer if site.heads else EngineLayer
+    return kind(engine.file, site)
 
 
 def _dtype_for(engine: Engine, weight: str) -> FactorDType:
@@ -188,7 +190,7 @@ def _check_update(adapter: Adapter, update: ModuleUpdate, own: Sequence[EngineLa
         raise UnsupportedModelError(what, "only some of its rows are in layers that adapters can change", MERGE)
     wanted: dict[str, tuple[int, ...]] = dict.fromkeys(("bias", "b_bias", "magnitude"), (count,))
     if "a" in update.parts:
-        wanted |= {"a": (rank, own[0].site.columns), "b": (count, rank)}
+        wanted |= {"a": (rank, own[0].stored_columns), "b": (count, rank)}
     for part in update.parts:
         if (found := adapter.shape(update, part)) != wanted[part]:
             why = f"{update.parts[part]} has shape {list(found)}, and the engine's layer {list(wanted[part])}"
@@ -206,6 +208,8 @@ def _refusal(adapter: Adapter, update: ModuleUpdate, layers: Sequence[EngineLaye
         return NO_SITE
     if "weight" in update.parts:
         return "it replaces the whole layer (modules_to_save), and adapters add to layers"
-    if update.parts.keys() - {"a", "b"} and any(isinstance(layer, ExpertsLayer) for layer in layers):
-        return "it has lengths (DoRA) or biases, which experts have only if it is merged"
+    if update.parts.keys() - {"a", "b"} and any(layer.site.matrices > 1 for layer in layers):
+        return "it has lengths (DoRA) or biases, which experts and heads have only if it is merged"
+    if adapter.config.invocation_tokens and any(layer.site.heads for layer in layers):
+        return "tokens invoke it, and it would change keys and values of the tokens before them"
     return None

@@ -11,6 +11,7 @@ from enginewright.passes.origin import Origin
 from enginewright.passes.weights import origin_of
 from enginewright.plan import KernelCall, Plan, WeightOperand
 
+HEAD_GEMM = "head_gemm_"  # start of the names of kernels with a matrix for each head
 MAX_RUNS = 64  # runs of rows of a site, above which the order of its rows has a section of its own
 
 
@@ -27,15 +28,16 @@ def site_sections(plan: Plan, weights: Mapping[str, Weight], head: str | None) -
     for call in plan.calls:
         name = weight_of(call)
         if name is not None and name not in sites and weights[name].value.name != head:
-            site = _site(name, _name(call, "bias"), weights, sections)
+            heads = int(call.attributes["heads"]) if call.kernel.startswith(HEAD_GEMM) else 0
+            site = _site(name, _name(call, "bias"), weights, sections, heads)
             if site is not None:
                 sites[name] = site
     return {ADAPTER_SITES: AdapterSites(tuple(sites.values())).to_json(), **sections}
 
 
 def weight_of(call: KernelCall) -> str | None:
-    """Names the weight of a linear layer, or of a layer of experts; None if the call is neither."""
-    return _name(call, "weight") if call.kernel.startswith("gemm_") else None
+    """Names the weight of a linear layer, of experts or of heads, too; None if the call is none."""
+    return _name(call, "weight") if call.kernel.startswith(("gemm_", HEAD_GEMM)) else None
 
 
 def _name(call: KernelCall, role: str) -> str | None:
@@ -43,10 +45,12 @@ def _name(call: KernelCall, role: str) -> str | None:
     return operand.name if isinstance(operand, WeightOperand) else None
 
 
-def _site(name: str, bias: str | None, weights: Mapping[str, Weight], sections: dict[str, bytes]) -> Site | None:
+def _site(
+    name: str, bias: str | None, weights: Mapping[str, Weight], sections: dict[str, bytes], heads: int
+) -> Site | None:
     """Makes a site, and adds its vectors to `sections`; None if the weight's numbers have no known origin."""
     origin, shape = origin_of(weights[name].value), weights[name].form.shape
-    if origin is None:
+    if origin is None or origin.transposed_heads not in (0, heads) or (heads and _has_factors(origin)):
         return None
     experts = shape[0] if len(shape) == 3 else 0
     of_one = _rows_of_each(origin.rows, experts) if experts else origin.rows
@@ -67,7 +71,7 @@ def _site(name: str, bias: str | None, weights: Mapping[str, Weight], sections: 
     runs, order = _runs(of_one)
     return Site(
         weight=name,
-        rows=rows,
+        rows=rows // (heads or 1),
         columns=columns,
         runs=runs,
         bias=bias if of_bias is not None else None,
@@ -77,7 +81,14 @@ def _site(name: str, bias: str | None, weights: Mapping[str, Weight], sections: 
         column_factors=vector("column_factors", origin.column_factors, "<f4"),
         column_order=vector("column_order", origin.column_order, "<i4"),
         experts=experts,
+        heads=heads,
+        transposed=origin.transposed_heads > 0,
     )
+
+
+def _has_factors(origin: Origin) -> bool:
+    vectors = origin.row_factors, origin.column_factors, origin.column_order
+    return any(vector is not None for vector in vectors)
 
 
 def _rows_of_each(rows: Sequence[tuple[str, torch.Tensor]], experts: int) -> Sequence[tuple[str, torch.Tensor]] | None:

@@ -7,7 +7,9 @@
 //   product * gain + bias of the layer + bias of the adapter + sum over pieces of B (A x)
 //
 // A layer of experts is a site, too: its weight is a matrix for each expert, and so are A and B for those
-// that an adapter changes. A row of it is a token's copy for one of its experts (experts.h).
+// that an adapter changes. A row of it is a token's copy for one of its experts (experts.h). And a layer with
+// a matrix for each head (head_gemm.h) is one whose experts are heads: each row has all of them, side by
+// side, and either A or B may be one matrix that they share.
 //
 // Factors are bf16, or int8 with a scale of each row: the same for all that is read with it. They are written
 // by the caller between steps; a slot that no row of a step has may be written at any
@@ -27,10 +29,12 @@ namespace enginewright {
 struct FactorMatrix {
   const std::byte* data = nullptr;
   const float* scale = nullptr;  // f32 [rows], and data is i8; null: data is bf16
+  bool is_shared = false;        // it is every one of several matrices
 
   int64_t element_bytes() const { return scale == nullptr ? 2 : 1; }
   // The matrix with this index, of several [rows, columns] that follow each other.
   FactorMatrix at(int64_t index, int64_t rows, int64_t columns) const {
+    if (is_shared) return *this;
     const int64_t numbers = index * ((rows + 15) / 16 * 16) * columns;
     return {data + numbers * element_bytes(), scale == nullptr ? nullptr : scale + index * rows};
   }
@@ -62,7 +66,7 @@ struct SiteAdapter {
 
 struct AdapterSite {
   int64_t rows, columns;  // of each matrix of the weight
-  int64_t experts;        // matrices; 0: it is no layer of experts
+  int64_t experts;        // matrices, of experts or of heads; 0: it has one
 };
 
 // Rows of a step with one adapter, and with one expert where a layer has experts: count of them, from `rows`

@@ -83,8 +83,8 @@ class PyAdapters {
   using Vector = std::optional<py::buffer>;
   using Factor = std::pair<py::buffer, Vector>;  // a matrix, and scales of its rows if it is int8
   using Piece = std::tuple<int64_t, int64_t, int64_t, int64_t, Factor>;
-  using Change =
-      std::tuple<int64_t, int64_t, Factor, std::vector<Piece>, Vector, Vector, std::vector<int64_t>>;
+  using Change = std::tuple<int64_t, int64_t, Factor, std::vector<Piece>, Vector, Vector,
+                            std::vector<int64_t>, std::string>;
   using Site = std::tuple<int64_t, int64_t, int64_t>;
 
   PyAdapters(const std::vector<Site>& sites, int64_t num_slots, int64_t max_rank, int64_t max_tokens,
@@ -94,17 +94,19 @@ class PyAdapters {
   void load(int64_t slot, const std::vector<Change>& changes) {
     std::vector<SiteAdapter> all(static_cast<size_t>(adapters_.num_sites()));
     std::vector<py::buffer_info> owners;
-    for (const auto& [index, rank, a, pieces, bias, gain, experts] : changes) {
+    for (const auto& [index, rank, a, pieces, bias, gain, experts, shared] : changes) {
       const AdapterSite& site = adapters_.site(index);
       SiteAdapter& change = all[static_cast<size_t>(index)];
       require(0 <= rank && rank % 16 == 0, "the rank of an adapter must be a multiple of 16");
       change.rank = rank;
       change.matrices = matrices_of(experts, site.experts);
       const int64_t matrices = site.experts == 0 ? 1 : static_cast<int64_t>(experts.size());
-      change.a = matrix(a, matrices, rank, site.columns, owners);
+      change.a = matrix(a, shared == "a" ? 1 : matrices, rank, site.columns, owners);
+      change.a.is_shared = shared == "a";
       for (const auto& [begin, count, piece_rank, first_rank, b] : pieces) {
         require(count > 0 && piece_rank > 0, "a piece of an adapter is empty");
-        const FactorMatrix factor = matrix(b, matrices, count, piece_rank, owners);
+        FactorMatrix factor = matrix(b, shared == "b" ? 1 : matrices, count, piece_rank, owners);
+        factor.is_shared = shared == "b";
         change.pieces.push_back({begin, count, piece_rank, first_rank, factor});
       }
       if (bias) change.bias = numbers<float>(*bias, site.rows, owners);

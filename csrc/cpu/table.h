@@ -13,6 +13,7 @@
 #include "gemm_a8.h"
 #include "gemm_fma.h"
 #include "gemm_kernel.h"
+#include "head_adapters.h"
 #include "head_gemm.h"
 #include "kernel.h"
 #include "latent_write.h"
@@ -69,6 +70,7 @@ KernelTable make_table(KernelTable table) {
       {"gated_rms_norm@1", make_kernel<GatedRmsNorm<S>>},
       {"gather_columns@1", make_kernel<GatherColumns<S>>},
       {"gather_rows@1", make_kernel<GatherRows<S>>},
+      {"head_adapter_delta@1", make_kernel<HeadAdapterDelta<S>>},
       {"gemm_mxfp4a8@1", make_gemm<GemmMxfp4A8<S>>},
       {"gemm_w4a8@1", make_gemm<GemmW4A8<S>>},
       {"gemm_w8a8@1", make_gemm<GemmW8A8<S>>},

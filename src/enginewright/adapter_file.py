@@ -6,7 +6,8 @@ matrices. A row of a site's result is
     acc · gain + bias of the engine + bias + Σ B (A x)
 
 over the pieces that the row is in, before the epilogue: acc is the engine's product with its scales, and x its input.
-In a layer of experts, A and B are a matrix for each expert that the adapter changes.
+In a layer of experts, A and B are a matrix for each expert that the adapter changes; in one of heads, one of them is a
+matrix for each head, and the other one is for all.
 docs/engine-file.md specifies the format.
 """
 
@@ -26,6 +27,7 @@ ADAPTER = "adapter.json"  # name of the section that lists the sites
 MAX_RANK = 320  # rank of a layer's matrices
 MAX_INVOCATION_TOKENS = 256  # tokens that invoke an adapter
 RANK_ALIGN = 16  # ranks of a site are padded with zero rows of A to a multiple of this
+SharedFactor = Literal["", "a", "b"]  # a factor that is one matrix where the others are several
 FactorDType = Literal["bf16", "i8"]  # dtypes of A and B
 PREPARE_AGAIN = "Prepare it again with `engine adapter`."
 
@@ -51,15 +53,19 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     bias: bool = False  # True if something is added to the bias
     gain: bool = False  # True if rows of the engine's product have factors (DoRA)
     experts: tuple[int, ...] = ()  # experts that are changed, ascending, in a layer of experts; empty: it is none
+    heads: int = 0  # matrices of a layer of heads; 0: it is none
+    shared: SharedFactor = ""  # the factor that all heads share; "": there are no heads
 
     def forms(self) -> Mapping[str, tuple[str, tuple[int, ...], str]]:
         """Lists its sections with their dtype, shape and layout."""
         name = f"{WEIGHTS}{self.weight}"
         forms: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        matrices = (len(self.experts),) if self.experts else ()
+        of_each = (len(self.experts) or self.heads,) if self.experts or self.heads else ()
         factors = {f"{name}.a": (self.rank, self.columns)} if self.rank else {}
         factors |= {f"{name}.b{number}": (piece.count, piece.rank) for number, piece in enumerate(self.pieces)}
         for factor, shape in factors.items():
+            kind = factor.removeprefix(f"{name}.")[0]
+            matrices = of_each if kind != self.shared else ()
             forms[factor] = self.dtype, (*matrices, *shape), "r16_columns"
             if self.dtype == "i8":
                 forms[f"{factor}_scale"] = "f32", (*matrices, shape[0]), "plain"
@@ -79,7 +85,13 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
         experts = self.experts
         ascending = list(experts) == sorted(set(experts)) and all(0 <= expert <= MAX_BYTES for expert in experts)
         _require(ascending, f"{self.weight} does not have its experts in order")
-        _require(not (experts and (self.bias or self.gain)), f"{self.weight} has experts, and a bias or a gain")
+        several = bool(experts) or self.heads > 0
+        _require(
+            not (several and (self.bias or self.gain)), f"{self.weight} has several matrices, and a bias or a gain"
+        )
+        fits = 0 <= self.heads <= MAX_BYTES and (self.heads > 0) == bool(self.shared) and not (experts and self.heads)
+        fits = fits and (self.rank > 0 or not self.heads)
+        _require(fits, f"{self.weight} has {self.heads} heads")
         end = 0
         for piece in self.pieces:
             _require(0 < piece.rank <= MAX_RANK, f"{self.weight} has a piece of rank {piece.rank}")
@@ -158,7 +170,8 @@ class SiteAdapter:
     pieces: tuple[AdapterPiece, ...]  # pieces, in the order of their rows, none of which is in two
     bias: memoryview | None  # FLOAT [N], added to the bias of the engine; None: nothing is
     gain: memoryview | None  # FLOAT [N], factors of the engine's product without its bias; None: all are 1
-    experts: tuple[int, ...] = ()  # changed experts, ascending, of a layer of experts; empty: it is none
+    matrices: tuple[int, ...] = ()  # experts, ascending, or heads, that A and B have matrices for; empty: it has one
+    shared: SharedFactor = ""  # the factor that is one matrix for all heads; "": there is none
 
 
 class AdapterFile:
@@ -230,9 +243,10 @@ class AdapterFile:
         for weight, site in self.sites.items():
             form = engine.sections.get(f"{WEIGHTS}{weight}")
             shape = () if form is None or form.shape is None else form.shape
-            fits = len(shape) == (3 if site.experts else 2) and shape[-2:] == (site.rows, site.columns)
+            heads, experts = (len(site.matrices), ()) if site.shared else (1, site.matrices)
+            fits = len(shape) == (3 if experts else 2) and shape[-2:] == (heads * site.rows, site.columns)
             _require(fits, f"the engine has no {weight} of {site.rows} × {site.columns}")
-            _require(not site.experts or site.experts[-1] < shape[0], f"{weight} has no expert {site.experts[-1:]}")
+            _require(not experts or experts[-1] < shape[0], f"{weight} has no expert {experts[-1:]}")
 
     def first_position(self, prompt: Sequence[int]) -> int:
         """Finds the first position of a prompt that has the adapter: where it is invoked last, or the first one.
@@ -279,7 +293,8 @@ class AdapterFile:
         )
         bias = views.pop(0) if entry.bias else None
         gain = views.pop(0) if entry.gain else None
-        return SiteAdapter(entry.rows, entry.columns, entry.rank, a, pieces, bias, gain, entry.experts)
+        matrices = entry.experts or tuple(range(entry.heads))
+        return SiteAdapter(entry.rows, entry.columns, entry.rank, a, pieces, bias, gain, matrices, entry.shared)
 
 
 def _require(condition: bool, fault: str) -> None:

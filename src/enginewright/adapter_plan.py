@@ -26,6 +26,7 @@ from enginewright.plan import (
 
 SLOTS = Input("adapter_slots", linear(tokens=1))  # slot of each token's adapter; -1: none
 KERNEL = "adapter_delta@1"  # kernel that computes what adapters add; no op of a graph has it
+HEAD_KERNEL = "head_adapter_delta@1"  # the same of a layer with a matrix for each head
 GROUP_KERNEL = "adapter_rows@1"  # kernel that groups the rows of a layer of experts by their adapters
 RANK_ALIGN = 16  # ranks of a site are padded to a multiple of this
 ROWS = (linear(tokens=1), linear(logit_rows=1))  # rows of products that may have adapters
@@ -80,12 +81,14 @@ def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int) -> Plan:
                 calls.append(KernelCall(GROUP_KERNEL, {**own, **added, "starts": starts}, {}))
                 grouped = starts.index
         assert tokens in ROWS, f"{call.kernel} has no rows that could have adapters"
-        for role, columns, slot in ("delta", sites[site].rows, delta_slot), ("shrunk", ranks, delta_slot + 1):
+        heads = sites[site].heads
+        new = [("delta", sites[site].rows * (heads or 1), delta_slot)]
+        for role, columns, slot in new if heads else [*new, ("shrunk", ranks, delta_slot + 1)]:
             buffers.append(Buffer("f32", rows, columns, slot))
             added[role] = BufferOperand(len(buffers) - 1, 0, columns)
         read = {role: operand for role, operand in call.operands.items() if role in ("x", "x_scale")}
         group = {name: call.attributes[name] for name in ("group",) if "x_scale" in read}
-        calls.append(KernelCall(KERNEL, {**read, **own, **added}, group))
+        calls.append(KernelCall(HEAD_KERNEL if heads else KERNEL, {**read, **own, **added}, group))
         operands = {**call.operands, "adapters": added["adapters"], "delta": added["delta"]}
         calls.append(msgspec.structs.replace(call, operands=operands))
     extended = msgspec.structs.replace(plan, inputs=(*plan.inputs, SLOTS), buffers=tuple(buffers), calls=tuple(calls))

@@ -8,7 +8,8 @@ before it is quantized, where `stored`, [out, in], is the checkpoint's layer tha
 its row there. A missing vector of factors is all ones, and a missing order changes nothing.
 
 The weight of a layer of experts is as many matrices, each from the same rows of an expert's own layers, whose names
-have `{}` for the expert's number; or of a parameter with the matrices of all experts, whose name has none.
+have `{}` for the expert's number; or of a parameter with the matrices of all experts, whose name has none. That of a
+layer of heads has a matrix for each head, which is its rows of one layer, or their transpose.
 """
 
 from collections.abc import Mapping
@@ -51,17 +52,30 @@ class Site(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     column_factors: str | None = None  # F32 [K], or [experts, K] where experts differ, factors of columns
     column_order: str | None = None  # I32 [K], stored column of each column
     experts: int = 0  # matrices of the weight of a layer of experts; 0: it is none
+    heads: int = 0  # matrices of the weight of a layer of heads, whose `runs` are of all of them; 0: it is none
+    transposed: bool = False  # True if each head's matrix is its rows of the layer transposed, [K, N]
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of the weight."""
+        return self.experts or self.heads or 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight: [N, K], or [experts, N, K]."""
-        return (self.experts, self.rows, self.columns) if self.experts else (self.rows, self.columns)
+        """Shape of the weight: [N, K], [experts, N, K] or [heads · N, K]."""
+        matrices, rows = (self.experts,) if self.experts else (), self.rows * (self.heads or 1)
+        return (*matrices, rows, self.columns)
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of the checkpoint's layers that `runs` are: of an expert, or of all heads."""
+        return (self.heads or 1) * (self.columns if self.transposed else self.rows)
 
     def vectors(self) -> Mapping[str, tuple[int, ...]]:
         """Lists its sections with their possible numbers of elements."""
         matrices, rows, columns = max(self.experts, 1), self.rows, self.columns
         lengths = {
-            self.row_order: (rows,),
+            self.row_order: (self.stored_rows,),
             self.row_factors: (matrices * rows,),
             self.bias_factors: (rows,),
             self.column_factors: (columns, matrices * columns),
@@ -109,12 +123,16 @@ class AdapterSites(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(len({site.weight for site in self.sites}) == len(self.sites), "two sites have one weight")
         for site in self.sites:
             form = sections.get(f"{WEIGHTS}{site.weight}")
-            _require(0 <= site.experts <= MAX_BYTES, f"{site.weight} has an impossible number of experts")
+            counts = site.experts, site.heads
+            possible = 0 <= min(counts) == 0 and max(counts) <= MAX_BYTES and (site.heads or not site.transposed)
+            _require(possible, f"{site.weight} has an impossible number of experts or heads")
+            plain = not (site.heads and (site.bias or site.row_factors or site.column_factors or site.column_order))
+            _require(plain, f"{site.weight} is a layer of heads with factors")
             _require(form is not None and form.shape == site.shape, f"{site.weight} is no such weight")
             sane = all(0 <= run.first <= MAX_BYTES and 0 < run.count <= MAX_BYTES and run.module for run in site.runs)
             _require(sane, f"{site.weight} has impossible rows")
             _require(
-                site.row_order is not None or sum(run.count for run in site.runs) == site.rows,
+                site.row_order is not None or sum(run.count for run in site.runs) == site.stored_rows,
                 f"{site.weight} has other rows than its layers",
             )
             if site.bias is not None:

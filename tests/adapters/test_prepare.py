@@ -76,7 +76,7 @@ class Base:
 
     def bias(self, site: Site) -> Array:
         found = None if site.bias is None else self.reader.tensor(site.bias)
-        return np.zeros(max(site.experts, 1) * site.rows) if found is None else found.astype(np.float64)
+        return np.zeros(site.matrices * max(site.rows, site.columns)) if found is None else found.astype(np.float64)
 
     def as_checkpoint(self, like: MemoryCheckpoint, stored: Callable[[Array], Array]) -> MemoryCheckpoint:
         """The checkpoint of which the engine has exactly the weights, as it multiplies them.
@@ -88,8 +88,15 @@ class Base:
         layers: dict[str, dict[int, Array]] = {module: {} for module in ones}
         biases: dict[str, dict[int, float]] = {module: {} for module in ones}
         for site in self.sites:
-            factors = mapped(site, self.vectors, lambda module, wide=site.columns: np.ones((10_000, wide)))  # type: ignore[misc]
+            factors = mapped(
+                site,
+                self.vectors,
+                lambda module, wide=site.rows if site.transposed else site.columns: np.ones((10_000, wide)),
+            )  # type: ignore[misc]
             rows, bias = self.weight(site) / factors, self.bias(site)
+            if site.transposed:
+                by_head = rows.reshape(site.heads, site.rows, site.columns)
+                rows = by_head.transpose(0, 2, 1).reshape(-1, site.rows)
             if site.column_order is not None:
                 rows = rows[:, np.argsort(np.frombuffer(self.vectors[site.column_order], "<i4"))]
             if site.bias is not None:
@@ -117,14 +124,12 @@ class Base:
 
 
 def products(adapter: SiteAdapter, matrices: int) -> tuple[Array, Array]:
-    """Σ B A and a bound of its error, [N, K]; in a layer of experts of all of them, one after another."""
-    count = len(experts) if (experts := list(adapter.experts)) else 1
+    """Σ B A and a bound of its error, [N, K]; in a layer of several matrices of all of them, one after another."""
+    count = len(adapter.matrices) or 1
     parts = [_products(adapter, index, count) for index in range(count)]
-    if not experts:
-        return parts[0]
     of_all = np.zeros((2, matrices, adapter.rows, adapter.columns))
-    for expert, part in zip(experts, parts, strict=True):
-        of_all[:, expert] = part
+    for number, part in zip(adapter.matrices or (0,), parts, strict=True):
+        of_all[:, number] = part
     total, bound = of_all.reshape(2, -1, adapter.columns)
     return total, bound
 
@@ -133,9 +138,11 @@ def _products(adapter: SiteAdapter, index: int, count: int) -> tuple[Array, Arra
     """The same of one of `count` matrices."""
     total, bound = np.zeros((2, adapter.rows, adapter.columns))
     if adapter.rank:
-        a, a_error = numbers(part_of(adapter.a, index, count), adapter.rank, adapter.columns)
+        of_a = adapter.a if adapter.shared == "a" else part_of(adapter.a, index, count)
+        a, a_error = numbers(of_a, adapter.rank, adapter.columns)
         for piece in adapter.pieces:
-            b, b_error = numbers(part_of(piece.b, index, count), piece.count, piece.rank)
+            of_b = piece.b if adapter.shared == "b" else part_of(piece.b, index, count)
+            b, b_error = numbers(of_b, piece.count, piece.rank)
             own = slice(piece.first_rank, piece.first_rank + piece.rank)
             total[piece.begin : piece.begin + piece.count] = b @ a[own]
             of_piece = np.abs(b) @ a_error[own] + b_error @ (np.abs(a[own]) + a_error[own])
@@ -195,7 +202,7 @@ def check(engine: Path, lora: Path, checkpoint: MemoryCheckpoint, adapter: Adapt
                 weight = base.weight(site)
                 np.testing.assert_allclose(expected, weight, rtol=1e-5, atol=1e-6 * np.abs(weight).max())
                 continue
-            added, rounding = products(changed, site.experts)
+            added, rounding = products(changed, site.matrices)
             weight = base.weight(site)
             weight = vector(changed.gain, np.ones(len(weight)))[:, None] * weight
             error, bound = np.abs(weight + added - expected), rounding + 1e-5 * np.abs(weight) + 1e-7
@@ -224,6 +231,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, dict[str, Any]]] = [
     ("qwen3_moe", {}, "int8-sq", {**EXPERTS, "rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {"down_proj": 9}}),
     ("mixtral", {}, "int4-awq", {**EXPERTS, "r": 1}),
     ("gpt_oss", {}, None, EXPERTS),
+    ("deepseek_v3", {}, "int8-wo", {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa"]}),
 ]
 
 
@@ -264,7 +272,7 @@ def test_an_adapter_of_experts_that_are_stored_one_by_one(tmp_path: Path, kind: 
     with AdapterFile.open(file) as adapter:
         site = adapter.sites["model.layers.0.mlp.experts.gate_up_proj.weight"]
         if kind == "single layers":
-            assert site.experts == (1, 2, 3, 5, 6) and [piece.rank for piece in site.pieces] == [11, 7]
+            assert site.matrices == (1, 2, 3, 5, 6) and [piece.rank for piece in site.pieces] == [11, 7]
         else:
             assert site.rank == 16 and [piece.first_rank for piece in site.pieces] == [0, 0], "gate and up share A"
 
@@ -389,6 +397,47 @@ def test_lengths_of_single_experts_and_two_updates_are_refused(tmp_path: Path) -
     edited(tmp_path, {"target_parameters": ["mlp.experts.gate_up_proj"]}, factors)
     with pytest.raises(EngineError, match=r"two of its updates change .*experts\.gate_up_proj"):
         prepared(tmp_path, engine)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine of the tiny deepseek_v3."""
+    return built(MemoryCheckpoint.tiny("deepseek_v3"), tmp_path_factory.mktemp("latent"))
+
+
+@pytest.mark.parametrize(
+    ("choices", "text"), [({"use_dora": True}, "DoRA"), ({"alora_invocation_tokens": [7]}, "tokens before them")]
+)
+def test_what_heads_do_not_have_is_refused(latent: Path, tmp_path: Path, choices: dict[str, Any], text: str) -> None:
+    trained(tiny_model(tiny_config("deepseek_v3")), tmp_path, target_modules=["kv_b_proj"], **choices)
+    with pytest.raises(UnsupportedModelError, match=rf"kv_b_proj.*{text}.*\n.*--merge"):
+        prepared(tmp_path, latent)
+
+
+HEADS_LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("is not there as", lambda site: site.update(heads=site["heads"] + 1)),
+    ("is not there as", lambda site: site.update(shared="b" if site["shared"] == "a" else "a")),
+    ("heads", lambda site: site.update(shared="")),
+    ("heads", lambda site: site.update(experts=[0])),
+    ("heads", lambda site: site.update(heads=-1)),
+    ("heads", lambda site: site.update(rank=0, pieces=[], heads=2**53)),
+    ("Invalid enum", lambda site: site.update(shared="c")),
+]
+
+
+@pytest.mark.parametrize(("text", "lie"), HEADS_LIES)
+def test_wrong_heads_are_refused(latent: Path, tmp_path: Path, text: str, lie: Callable[[dict[str, Any]], Any]) -> None:
+    trained(tiny_model(tiny_config("deepseek_v3")), tmp_path, target_modules=["kv_b_proj"])
+    with EngineFile.open(prepared(tmp_path, latent), adapters=True) as file:
+        entries = json.loads(file.read_section(ADAPTER))
+        lie(entries["sites"][0])
+        with EngineWriter(tmp_path / "wrong.lora", 300) as writer:
+            for name, form in file.sections.items():
+                content = msgspec.json.encode(entries) if name == ADAPTER else file.read_section(name)
+                writer.add(name, content, dtype=form.dtype, shape=form.shape, layout=form.layout)
+            writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
+    with pytest.raises(CorruptEngineError, match=text):
+        AdapterFile.open(tmp_path / "wrong.lora")
 
 
 def test_engines_without_sites_and_other_engines_are_refused(base: Path, lora: Path, tmp_path: Path) -> None:

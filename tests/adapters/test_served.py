@@ -45,7 +45,7 @@ CASES: Sequence[tuple[str, str, dict[str, Any]]] = [
     ("phi3", "fp8", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
     ("gpt2", "bf16", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     ("granitemoehybrid", "int8-wo", {"target_modules": ["q_proj", "o_proj", "in_proj", "out_proj"]}),
-    ("deepseek_v3", "bf16", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+    ("deepseek_v3", "bf16", {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}),
     ("qwen3_moe", "bf16", {**EXPERTS, "rank_pattern": {"down_proj": 3}}),
     ("qwen3_moe", "int8-sq", EXPERTS),
     ("mixtral", "int4-rtn", {**EXPERTS, "lora_alpha": 9}),

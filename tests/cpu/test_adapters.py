@@ -78,7 +78,7 @@ class Adapter:
             first += rank
         vectors = [None if one is None else one.numpy() for one in (self.bias, self.gain)]
         factor = whole.operand() if ranks else (np.zeros(0, np.uint8), None)
-        return site, ranks + rest, factor, pieces, *vectors, ()
+        return site, ranks + rest, factor, pieces, *vectors, (), ""
 
     def applied(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The product of rows with this adapter, in float64: [rows, N]."""
@@ -216,7 +216,7 @@ def test_adapters_that_do_not_fit(change: dict[str, Any], text: str) -> None:
     ]
     with pytest.raises(ValueError, match=text):
         factor = a, change.get("scale")
-        of_site = change.get("site", 0), rank, factor, pieces, change.get("bias"), None, change.get("experts", ())
+        of_site = change.get("site", 0), rank, factor, pieces, change.get("bias"), None, change.get("experts", ()), ""
         table.load(change.get("slot", 0), [of_site])
 
 

@@ -43,7 +43,7 @@ class Adapter:
             (count, rank), b = piece.b[0].values.shape, operand(piece.b)
             pieces.append((piece.begin, count, rank, first, b))
             first += rank
-        return 0, ranks + len(rest.values), operand(a), pieces, None, None, self.experts
+        return 0, ranks + len(rest.values), operand(a), pieces, None, None, self.experts, ""
 
     def applied(self, y: torch.Tensor, x: torch.Tensor, expert: int) -> torch.Tensor:
         """An expert's product of a row with this adapter, in float64: [N]."""
@@ -225,7 +225,7 @@ def test_bits_of_a_token_depend_on_its_own_adapter_alone(isa: str, kernel: str) 
 def test_adapters_that_do_not_fit(change: dict[str, Any], text: str) -> None:
     table = _cpu.Adapters([(42, 20, 3)], 1, MAX_RANK, 1, 1, 2)
     a, b = (np.zeros(16 * 20 * 2, np.uint8), None), (np.zeros(48 * 2, np.uint8), None)
-    of_site = 0, 16, a, [(0, 42, 1, 0, b)], change.get("bias"), change.get("gain"), change.get("experts", [1])
+    of_site = 0, 16, a, [(0, 42, 1, 0, b)], change.get("bias"), change.get("gain"), change.get("experts", [1]), ""
     with pytest.raises(ValueError, match=text):
         table.load(0, [of_site])
 

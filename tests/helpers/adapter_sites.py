@@ -54,6 +54,9 @@ def mapped(site: Site, vectors: Mapping[str, bytes], stored: Callable[[str], Arr
     sources = row_sources(site, vectors)
     layers = {module: stored(module) for module in dict.fromkeys(module for module, _ in sources)}
     weight = np.stack([layers[module][row] for module, row in sources])
+    if site.transposed:
+        by_head = weight.reshape(site.heads, site.columns, site.rows)
+        weight = by_head.transpose(0, 2, 1).reshape(-1, site.columns)
     if site.column_order is not None:
         weight = weight[:, np.frombuffer(vectors[site.column_order], "<i4")]
     if site.row_factors is not None:

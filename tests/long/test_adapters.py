@@ -1,6 +1,6 @@
 """Adapters that come, go and are replaced under load: each answer is that of an adapter which its name has meant.
 
-And adapters of experts in the families that tests/adapters leaves out.
+And adapters of experts, and of the projections of latent attention, in the families that tests/adapters leaves out.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.helpers.breadth import repeated
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.process_facts import held, resident_bytes
 from tests.helpers.serving import COMPLETIONS, Running
-from tests.helpers.tiny import HYBRIDS, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import HYBRIDS, LATENT, MemoryCheckpoint, tiny_config, tiny_model
 
 ADMIN = {"Authorization": "Bearer admin"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -39,7 +39,13 @@ EXPERTS = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear"), "o_proj"),
 }
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
-LORA = {family: {"target_modules": [own], "target_parameters": PARAMETERS} for family, own in EXPERTS.items()}
+LORA = {
+    family: {
+        "target_modules": [own, "kv_b_proj"] if family in (*LATENT, "kimi_linear") else [own],
+        "target_parameters": PARAMETERS,
+    }
+    for family, own in EXPERTS.items()
+}
 
 # Recurrent states of tiny models add up what the base rounds, beyond the tolerance of these tests.
 SERVED = [(family, quant) for family in EXPERTS if family not in HYBRIDS for quant in ("bf16", "int8-wo")]

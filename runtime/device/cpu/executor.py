@@ -163,7 +163,8 @@ class CpuExecutor:
                 [(piece.begin, piece.count, piece.rank, piece.first_rank, piece.b) for piece in site.pieces],
                 site.bias,
                 site.gain,
-                site.experts,
+                site.matrices,
+                site.shared,
             )
             for weight, site in adapter.sites.items()
         ]
@@ -212,7 +213,7 @@ class CpuExecutor:
     def _open_adapters(self, sites: Sequence[Site], config: RuntimeConfig) -> _cpu.Adapters:
         limits = self.memory_plan.limits
         return _cpu.Adapters(
-            [(site.rows, site.columns, site.experts) for site in sites],
+            [(site.rows, site.columns, site.experts or site.heads) for site in sites],
             config.max_loras or config.max_num_seqs,
             max_site_rank(sites, config.max_lora_rank),
             limits.tokens,
