@@ -49,8 +49,7 @@ class ExpertsLayer(EngineLayer):
 
     def rows_of(self, module: str) -> set[int]:
         """Rows of one of the checkpoint's layers, of one expert, that are in this one."""
-        runs = (run for run in self.runs for expert in range(self.site.experts) if _of(run, expert) == module)
-        return {row for run in runs for row in run.rows.tolist()}
+        return {row for run in self.runs if _is_of(module, run.module) for row in run.rows.tolist()}
 
     def is_changed_by(self, adapter: Adapter, update: ModuleUpdate) -> bool:
         """True if an update of an adapter changes this layer: by its name, and the shapes of the factors of experts."""

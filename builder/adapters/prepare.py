@@ -93,9 +93,8 @@ def prepare(
     progress = progress or Silent()
     progress.phase("find the layers")
     layers = [_open_layer(engine, site) for site in read_sites(engine.file).sites]
-    _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
-    updates = adapter.updates.values()
-    layers = [layer for layer in layers if any(layer.is_changed_by(adapter, update) for update in updates)]
+    changed = _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
+    layers = [layer for layer in layers if layer.site.weight in changed]
     calls = {name: call for call in engine.plan.calls if (name := weight_of(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
     entries: list[SiteEntry] = []
@@ -158,19 +157,32 @@ def _about(adapter: Adapter, engine: Engine) -> About:
     )
 
 
-def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path, vocab_size: int) -> None:
-    """Refuses an adapter of which a part would be left out, or that does not fit the engine's layers."""
+def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path, vocab_size: int) -> set[str]:
+    """Refuses an adapter of which a part would be left out, or that does not fit the engine's layers.
+
+    Returns:
+        Names of the weights of those that it changes.
+    """
     if (count := len(adapter.config.invocation_tokens)) > MAX_INVOCATION_TOKENS:
         raise adapter.error(f"{count} tokens invoke it, and at most {MAX_INVOCATION_TOKENS} are possible")
     for token in adapter.config.invocation_tokens:
         if not 0 <= token < vocab_size:
             raise adapter.error(f"the invocation token {token} is none of the engine's {vocab_size}")
+    by_module: dict[str, list[EngineLayer]] = {}
+    for layer in layers:
+        for module in layer.modules:
+            by_module.setdefault(module, []).append(layer)
+    changed = set[str]()
     for update in adapter.updates.values():
-        _check_update(adapter, update, [layer for layer in layers if layer.is_changed_by(adapter, update)], engine)
+        possible = by_module.get(update.module, ()) if update.experts_module is None else layers
+        own = [layer for layer in possible if layer.is_changed_by(adapter, update)]
+        _check_update(adapter, update, own, engine)
+        changed |= {layer.site.weight for layer in own}
+    return changed
 
 
 def _check_update(adapter: Adapter, update: ModuleUpdate, own: Sequence[EngineLayer], engine: Path) -> None:
-    """Does the same for one update; own: layers that it changes."""
+    """Refuses an update that does not fit; own: the engine's layers that it changes."""
     module = update.module
     if (why := _refusal(adapter, update, own)) is not None:
         what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"

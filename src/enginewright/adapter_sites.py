@@ -124,7 +124,7 @@ class AdapterSites(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for site in self.sites:
             form = sections.get(f"{WEIGHTS}{site.weight}")
             counts = site.experts, site.heads
-            possible = 0 <= min(counts) == 0 and max(counts) <= MAX_BYTES and (site.heads or not site.transposed)
+            possible = 0 <= min(counts) == 0 and max(counts) <= MAX_BYTES and (site.heads > 0 or not site.transposed)
             _require(possible, f"{site.weight} has an impossible number of experts or heads")
             plain = not (site.heads and (site.bias or site.row_factors or site.column_factors or site.column_order))
             _require(plain, f"{site.weight} is a layer of heads with factors")

@@ -25,6 +25,7 @@ from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.errors import CorruptEngineError, EngineError, UnsupportedModelError, UsageError
 from enginewright.manifest import About
 from enginewright.passes.quant import quant_config
+from enginewright.runtime.core.adapters import check_sites
 from enginewright.runtime.engine import Engine
 from tests.adapters.test_merge import EXPERTS, LINEARS, Q_A, Q_B, WEIGHTS, edited, trained
 from tests.build.test_method_engines import CALIBRATION
@@ -397,6 +398,16 @@ def test_lengths_of_single_experts_and_two_updates_are_refused(tmp_path: Path) -
     edited(tmp_path, {"target_parameters": ["mlp.experts.gate_up_proj"]}, factors)
     with pytest.raises(EngineError, match=r"two of its updates change .*experts\.gate_up_proj"):
         prepared(tmp_path, engine)
+
+
+def test_sites_of_another_engine_are_refused(mixture: Path, mixed: Path) -> None:
+    with EngineFile.open(mixture) as file, AdapterFile.open(mixed) as adapter:
+        sites = AdapterSites.from_json(file.read_section(ADAPTER_SITES), file.sections).sites
+        check_sites(adapter, sites)
+        for change in {"experts": 0}, {"experts": 6}, {"experts": 0, "heads": 7}, {"rows": 41}, {"weight": "other"}:
+            wrong = [msgspec.structs.replace(site, **change) if site.experts else site for site in sites]
+            with pytest.raises(CorruptEngineError, match=r"has no adapter site .*experts"):
+                check_sites(adapter, wrong)
 
 
 @pytest.fixture(scope="module")
