@@ -7,6 +7,7 @@ from typing import Any
 
 from enginewright.adapter_file import FactorDType
 from enginewright.builder.adapters import Adapter, MergedCheckpoint, open_merged
+from enginewright.builder.adapters.gguf import attention_heads
 from enginewright.builder.adapters.prepare import AdapterReport, prepare
 from enginewright.builder.build import BuildConfig, BuildReport, build_engine, default_output, with_possible_kv
 from enginewright.builder.calibration import read_samples
@@ -88,7 +89,7 @@ def prepare_adapter(
     """Prepares an adapter for an engine, and shows the progress on stderr.
 
     Args:
-        adapter: The folder of the adapter, or a hub id.
+        adapter: The folder of the adapter, a GGUF file, or a hub id.
         engine: The engine file.
         output: The adapter file to write. None: ADAPTER.lora in the working directory.
         dtype: The dtype of its matrices. None: By the dtypes of the engine's weights.
@@ -105,8 +106,8 @@ def prepare_adapter(
     """
     with ConsoleProgress() as progress:
         progress.phase("open the adapter")
-        opened = Adapter.open(adapter)
         with Engine.open(engine) as base:
+            opened = Adapter.open(adapter, base=attention_heads(base.plan))
             measure = None
             if model is not None and gate is not None:
                 progress.phase("check the model")

@@ -143,7 +143,7 @@ def prepared_adapter(given: str, engine: Path) -> Path:
 
     Args:
         given: a folder, which is identified by the names, sizes and times of its files, or the hub id of an adapter.
-            Anything else is a file, whose path is returned.
+            Or a GGUF file. Anything else is an adapter file, whose path is returned.
         engine: the engine file that it is for.
 
     Raises:
@@ -162,17 +162,18 @@ def prepared_adapter(given: str, engine: Path) -> Path:
 
         from enginewright.builder.commands import prepare_adapter
 
-        path = folder / f"{Path(given).resolve().name.partition('@')[0]}.lora"
+        name = Path(given).resolve().name.partition("@")[0].removesuffix(".gguf")
+        path = folder / f"{name}.lora"
         prepare_adapter(given, engine, path)
         _say(f"{given} is prepared for {engine}: {path} takes {format_bytes(path.stat().st_size)}")
         return path
 
 
 def _is_prepared(given: str) -> bool:
-    """True of a path that is no folder: a file, though it may be missing."""
+    """True of a path that is no folder and no GGUF file: an adapter file, though it may be missing."""
     path = Path(given)
     is_hub_id = HUB_ID.fullmatch(given) is not None and path.suffix != ".lora" and not path.exists()
-    return not path.is_dir() and not is_hub_id
+    return not path.is_dir() and not is_hub_id and path.suffix.lower() != ".gguf"
 
 
 def _folder(kind: str, identity: Mapping[str, object]) -> Path:

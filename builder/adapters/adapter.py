@@ -1,14 +1,17 @@
-"""An adapter's folder: adapter_config.json, and the updates of single modules from its safetensors file."""
+"""A LoRA adapter: its choices, and the updates of single modules, from PEFT's folder or a GGUF file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
 from enginewright.builder.adapters.experts import ExpertsPart
+from enginewright.builder.adapters.gguf import PREFIX, SUFFIX, GgufAdapterFile
 from enginewright.builder.adapters.peft_config import ADAPTER_CONFIG, PeftConfig, read_peft_config
+from enginewright.builder.checkpoint.base import TensorSource
 from enginewright.builder.checkpoint.files import SourceFolder, cached_repository
 from enginewright.builder.checkpoint.folder import TensorFolder
 from enginewright.builder.checkpoint.hub import download_adapter, parse_hub_id
@@ -16,7 +19,6 @@ from enginewright.builder.tensors import Tensors, short
 from enginewright.checkpoint_ref import PATH_PREFIXES
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 
-PREFIX = "base_model.model."  # of every name in the file
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXPERTS, WRAPPED = ".experts", ".base_layer"  # ends of names of modules
 MAX_RANK = 4096  # far above any known adapter
@@ -74,14 +76,60 @@ class ModuleUpdate:
         return not self.parts.keys() & {"magnitude", "token_rows", "weight", "bias"}
 
 
-class Adapter:
-    """A LoRA adapter that PEFT has saved. Its headers are read when it is opened, its tensors when they are needed.
+class AdapterSource(TensorSource, Protocol):
+    """The files of an adapter, which have its tensors under PEFT's names."""
+
+    @property
+    def name(self) -> str:
+        """Name of the adapter."""
+
+    @property
+    def config(self) -> PeftConfig:
+        """Choices of the adapter."""
+
+    def source_hashes(self) -> Mapping[str, str]:
+        """Returns file name → SHA-256 of every file that an engine depends on."""
+
+
+class PeftFolder(TensorFolder):
+    """A folder that PEFT has saved: adapter_config.json and a safetensors file.
 
     Args:
         path: the folder.
-        weight: factor on all that the adapter adds.
-        name: its name; None is the folder's.
         root: as in `SourceFolder`.
+
+    Attributes:
+        config: the choices of the adapter.
+
+    Raises:
+        UsageError: there is no such folder, or it holds no adapter.
+        UnsupportedModelError: the adapter is of another kind, has a feature that is not implemented, or is a pickle.
+        EngineError: a file is damaged.
+    """
+
+    def __init__(self, path: Path, root: Path | None = None) -> None:
+        if not path.is_dir():
+            fix = "Name the folder with adapter_config.json, a GGUF file, or OWNER/NAME on the Hugging Face hub."
+            raise UsageError(f"there is no adapter {path}", "no such folder or file", fix)
+        files = SourceFolder(path, root or cached_repository(path))
+        if files.find(ADAPTER_CONFIG) is None:
+            raise UsageError(f"{path} is not an adapter", f"it holds no {ADAPTER_CONFIG}")
+        self.config: PeftConfig = read_peft_config(files.read_json(ADAPTER_CONFIG))
+        super().__init__(files)
+
+    def _texts(self) -> Sequence[str]:
+        return [ADAPTER_CONFIG]
+
+
+class Adapter:
+    """A LoRA adapter. Headers of files are read when it is opened, tensors when they are needed.
+
+    Args:
+        path: the folder that PEFT has saved, or a GGUF file.
+        weight: factor on all that the adapter adds.
+        name: its name; None is the folder's or the file's.
+        root: as in `SourceFolder`.
+        base: numbers of attention heads of the base model, as in `GgufAdapterFile`.
 
     Attributes:
         name: its name.
@@ -90,52 +138,61 @@ class Adapter:
         weight: as given.
 
     Raises:
-        UsageError: there is no such folder, or it holds no adapter.
+        UsageError: there is no such folder or file, or it holds no adapter.
         UnsupportedModelError: the adapter is of another kind, has a feature that is not implemented, or is a pickle.
         EngineError: a file is damaged, or tensors do not fit the config.
     """
 
-    def __init__(self, path: Path, weight: float = 1.0, name: str | None = None, root: Path | None = None) -> None:
-        if not path.is_dir():
-            fix = "Name the folder with adapter_config.json, or OWNER/NAME on the Hugging Face hub."
-            raise UsageError(f"there is no adapter {path}", "no such folder", fix)
-        self._files = SourceFolder(path, root or cached_repository(path))
-        if self._files.find(ADAPTER_CONFIG) is None:
-            raise UsageError(f"{path} is not an adapter", f"it holds no {ADAPTER_CONFIG}")
-        self.name, self.weight = name or path.resolve().name, weight
-        self.config: PeftConfig = read_peft_config(self._files.read_json(ADAPTER_CONFIG))
-        self._folder = TensorFolder(self._files)
-        self._tensors = Tensors(self._folder)
+    def __init__(
+        self,
+        path: Path,
+        weight: float = 1.0,
+        name: str | None = None,
+        root: Path | None = None,
+        base: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        is_gguf = path.suffix.lower() == SUFFIX and path.exists() and not path.is_dir()
+        self._source: AdapterSource = GgufAdapterFile(path, base) if is_gguf else PeftFolder(path, root)
+        self.name, self.weight = name or self._source.name, weight
+        self.config = self._source.config
+        self._tensors = Tensors(self._source)
         self.updates: Mapping[str, ModuleUpdate] = self._read_updates()
         for update in self.updates.values():
             self._check(update)
 
     @classmethod
-    def open(cls, ref: str, weight: float = 1.0, name: str | None = None) -> "Adapter":
-        """Opens a folder, or an adapter of the Hugging Face hub, which is downloaded if it is not in the cache.
+    def open(
+        cls,
+        ref: str,
+        weight: float = 1.0,
+        name: str | None = None,
+        base: Mapping[str, Any] = MappingProxyType({}),
+    ) -> "Adapter":
+        """Opens a folder, a GGUF file, or an adapter of the Hugging Face hub, which is downloaded if it is not cached.
 
         Args:
-            ref: the folder, or a hub id.
+            ref: the folder or file, or a hub id.
             weight: as in the constructor.
-            name: its name; None is the folder's, or that on the hub.
+            name: its name; None is the folder's or file's, or that on the hub.
+            base: as in the constructor.
 
         Raises:
-            UsageError: there is no such folder or repository, or it holds no adapter.
+            UsageError: there is no such folder, file or repository, or it holds no adapter.
             UnsupportedModelError: as in the constructor.
             EngineError: as in the constructor, or the hub cannot be reached.
         """
         path = Path(ref).expanduser()
-        hub_id = None if path.exists() or ref.startswith(PATH_PREFIXES) else parse_hub_id(ref)
+        is_path = path.exists() or ref.startswith(PATH_PREFIXES) or path.suffix.lower() == SUFFIX
+        hub_id = None if is_path else parse_hub_id(ref)
         if hub_id is None:
-            return cls(path, weight, name)
+            return cls(path, weight, name, base=base)
         snapshot = download_adapter(hub_id)
         return cls(snapshot.path, weight, name or hub_id.name, snapshot.root)
 
-    @cached_property
+    @property
     def source_hashes(self) -> Mapping[str, str]:
         """File name → SHA-256 of every file that the engine depends on."""
-        weights = {name: sha for name, sha in self._folder.source_hashes().items() if name.endswith(".safetensors")}
-        return {ADAPTER_CONFIG: self._files.sha256(ADAPTER_CONFIG), **weights}
+        return self._source.source_hashes()
 
     def shape(self, update: ModuleUpdate, part: str) -> tuple[int, ...]:
         """Shape of a tensor of an update, as it is stored.
@@ -144,7 +201,7 @@ class Adapter:
             update: the update.
             part: one of its parts.
         """
-        return self._folder.tensors[update.parts[part]].shape
+        return self._source.tensors[update.parts[part]].shape
 
     def read(self, update: ModuleUpdate, part: str) -> torch.Tensor:
         """Reads a tensor of an update.
@@ -190,7 +247,7 @@ class Adapter:
 
     def _read_updates(self) -> dict[str, ModuleUpdate]:
         updates: dict[str, ModuleUpdate] = {}
-        for name, info in self._folder.tensors.items():
+        for name, info in self._source.tensors.items():
             end = next((end for end in PARTS if name.endswith(end)), None)
             if end is None or not name.startswith(PREFIX) or "lora_" in name.removesuffix(end):
                 raise UnsupportedModelError(

@@ -37,7 +37,7 @@ def open_merged(checkpoint: Checkpoint, adapters: Sequence[str]) -> Checkpoint:
 
     Args:
         checkpoint: the checkpoint.
-        adapters: folders of adapters, each with its weight after a colon if that is not 1.
+        adapters: folders, files or hub ids of adapters, each with its weight after a colon if that is not 1.
 
     Returns:
         The merged checkpoint; the given one if there are no adapters.
@@ -47,7 +47,9 @@ def open_merged(checkpoint: Checkpoint, adapters: Sequence[str]) -> Checkpoint:
         UnsupportedModelError: an adapter has a feature that is not implemented, or the checkpoint is quantized.
         EngineError: an adapter does not fit the checkpoint.
     """
-    return MergedCheckpoint(checkpoint, [_open(text) for text in adapters]) if adapters else checkpoint
+    return (
+        MergedCheckpoint(checkpoint, [_open(text, checkpoint.config) for text in adapters]) if adapters else checkpoint
+    )
 
 
 def merge_recipe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -73,10 +75,11 @@ def with_recorded(checkpoint: Checkpoint, recipe: Mapping[str, Any], folders: Se
     if not recorded:
         return checkpoint
     pairs = zip(folders, recorded, strict=True)
-    return MergedCheckpoint(checkpoint, [Adapter.open(ref, float(one["weight"]), one["name"]) for ref, one in pairs])
+    opened = [Adapter.open(ref, float(one["weight"]), one["name"], checkpoint.config) for ref, one in pairs]
+    return MergedCheckpoint(checkpoint, opened)
 
 
-def _open(text: str) -> Adapter:
+def _open(text: str, base: Mapping[str, Any]) -> Adapter:
     path, _, weight = text.rpartition(":")
     try:
         factor = float(weight) if path else 1.0
@@ -84,7 +87,7 @@ def _open(text: str) -> Adapter:
         path, factor = "", 1.0
     if not math.isfinite(factor):
         raise UsageError(f"the weight of the adapter {path} is {weight}", "it must be a finite number")
-    return Adapter.open(path or text, factor)
+    return Adapter.open(path or text, factor, base=base)
 
 
 class MergedCheckpoint:

@@ -2,8 +2,9 @@
 //
 //   adapter_delta@1  x: f32 or bf16 [rows, K], or i8 with x_scale: f32 [rows, G]; adapters; shrunk: f32
 //   [rows,
-//                    ranks], which only this kernel uses; delta: f32 [rows, N]. With places: i32 [tokens,
-//                    top] the site is a layer of experts, and rows are copies of tokens, as in experts.h
+//                    ranks], which only this kernel uses; delta: f32 [rows, N]; gated: 1 if the GEMM's
+//                    epilogue is. With places: i32 [tokens, top] the site is a layer of experts, and rows
+//                    are copies of tokens, as in experts.h
 //   adapter_rows@1   places; starts: i32 [1, E + 1], as in experts.h; adapters. Groups the rows of a layer of
 //                    experts, before the first of its products.
 //
@@ -11,6 +12,11 @@
 // other rows mean nothing. Products of A are four chains of FMAs over K, which are added in one order, and
 // those of B one chain over the ranks; scales of int8 factors multiply the sums. A row's bits depend on
 // nothing but the row and its adapter, whether it passes the factors alone or with others of its adapter.
+//
+// A decode step of one sequence has hundreds of these calls of some microseconds, so barriers would be most
+// of their time. Each thread computes the columns that it then multiplies in the GEMM (gemm_kernel.h), which
+// can follow without a barrier, unless its threads share experts. If few rows have adapters, each thread also
+// computes all of A x for itself.
 #pragma once
 
 #include "adapters.h"
@@ -80,8 +86,10 @@ class AdapterDelta final : public Kernel {
         adapters_(adapters_of(operands, "adapters")),
         site_(operand(operands, "adapters").site),
         experts_(adapters_->site(site_).experts),
-        logit_rows_(x_.rows.factors[kLogitRows] != 0) {
-    require_known(operands, attributes, {"x", "x_scale", "places", "adapters", "shrunk", "delta"}, {"group"});
+        logit_rows_(x_.rows.factors[kLogitRows] != 0),
+        gated_(integer(attributes, "gated", 0, 1) != 0) {
+    require_known(operands, attributes, {"x", "x_scale", "places", "adapters", "shrunk", "delta"},
+                  {"group", "gated"});
     require(x_.kind == Operand::Kind::arena, "'x' must be a buffer");
     const AdapterSite& site = adapters_->site(site_);
     require_columns(x_, site.columns);
@@ -112,7 +120,8 @@ class AdapterDelta final : public Kernel {
   }
 
   bool is_idle() const override { return !adapters_->is_active(); }
-  int64_t scratch_bytes() const override { return kTile * x_stride() * 4; }
+  bool needs_barrier_after() const override { return experts_ != 0; }
+  int64_t scratch_bytes() const override { return (kTile * x_stride() + kOwnRows * shrunk_.columns) * 4; }
   void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }
 
   Work work(const Sizes& sizes) const override {
@@ -124,7 +133,8 @@ class AdapterDelta final : public Kernel {
         numbers += piece.count * piece.rank;
         bytes += piece.count * piece.rank * piece.b.element_bytes();
       }
-      int64_t rows = group.count * top_, matrices = 1;
+      const int64_t rows = group.count * top_;
+      int64_t matrices = 1;
       if (experts_ != 0) {  // which ones is known only when it runs: as if all were changed, each row another
         matrices = rows < experts_ ? rows : experts_;
       }
@@ -137,13 +147,36 @@ class AdapterDelta final : public Kernel {
   }
 
   void run(const Sizes&, Worker& worker) const override {
-    shrink(worker);
-    worker.sync();
-    expand(worker);
+    auto* x = reinterpret_cast<float*>(worker.scratch);
+    Shrunk shrunk{shrunk_.as<float>(), shrunk_.stride, groups().empty() ? nullptr : groups().front().rows};
+    if (num_rows() <= kOwnRows) {
+      shrunk.data = x + kTile * x_stride();
+      shrunk.stride = shrunk_.columns;
+      shrink({0, num_items()}, x, shrunk);
+    } else {
+      shrink(share(num_items(), worker), x, shrunk);
+      worker.sync();
+    }
+    const int64_t outputs = gated_ ? delta_.columns / 2 : delta_.columns;
+    const Range units = share((outputs + 15) / 16, worker);
+    const int64_t begin = units.begin * 16, end = units.end * 16 < outputs ? units.end * 16 : outputs;
+    expand({begin, end}, shrunk);
+    if (gated_) expand({outputs + begin, outputs + end}, shrunk);
   }
 
  private:
-  static constexpr int kTile = 4;  // chains, whose FMAs hide each other's latency
+  static constexpr int kTile = 4;      // chains, whose FMAs hide each other's latency
+  static constexpr int kOwnRows = 2;   // rows, up to which each thread computes A x for itself
+  static constexpr int kAhead = 2048;  // numbers of a factor from those that are read to those prefetched
+
+  // A x of the rows that have adapters, in the order of the groups.
+  struct Shrunk {
+    float* data;  // [rows, ranks]
+    int64_t stride;
+    const int32_t* first;  // the first row's place in the groups
+
+    float* at(const int32_t* row) const { return data + (row - first) * stride; }
+  };
 
   // How 16 numbers of A or B are read.
   struct Bf16 {
@@ -164,12 +197,12 @@ class AdapterDelta final : public Kernel {
     }
   }
 
-  // sums[i] += the sum of x[i][k] * w[i][16 k], over `count` k that are `step` apart.
-  template <class Factor>
+  // sums[i] += the sum of x[i][k] * w[i][16 k], over `count` k that are kStep apart.
+  template <class Factor, int kStep>
   static ENGINEWRIGHT_INLINE void pass(const typename Factor::Element* const (&w)[kTile],
-                                       const float* const (&x)[kTile], int64_t count, int64_t step,
-                                       F (&sums)[kTile]) {
-    for (int64_t n = 0, k = 0; n < count; ++n, k += step) {
+                                       const float* const (&x)[kTile], int64_t count, F (&sums)[kTile]) {
+    for (int64_t n = 0, k = 0; n < count; ++n, k += kStep) {
+      if (kStep == kTile) prefetch(w[0] + k * 16 + kAhead, kTile * 16);
       ENGINEWRIGHT_UNROLL
       for (int i = 0; i < kTile; ++i) {
         sums[i] = S::fma(S::set1(x[i][k]), Factor::load(w[i] + k * 16), sums[i]);
@@ -177,75 +210,91 @@ class AdapterDelta final : public Kernel {
     }
   }
   // The same with one w, which is converted once.
-  template <class Factor>
+  template <class Factor, int kStep>
   static ENGINEWRIGHT_INLINE void pass_rows(const typename Factor::Element* w, const float* const (&x)[kTile],
-                                            int64_t count, int64_t step, F (&sums)[kTile]) {
-    for (int64_t n = 0, k = 0; n < count; ++n, k += step) {
+                                            int64_t count, F (&sums)[kTile]) {
+    for (int64_t n = 0, k = 0; n < count; ++n, k += kStep) {
       const F factor = Factor::load(w + k * 16);
       ENGINEWRIGHT_UNROLL
       for (int i = 0; i < kTile; ++i) sums[i] = S::fma(S::set1(x[i][k]), factor, sums[i]);
     }
+  }
+  template <class Element>
+  static ENGINEWRIGHT_INLINE void prefetch(const Element* p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(Element)}) S::prefetch_l2(p + i);
   }
 
   const std::vector<AdapterGroup>& groups() const {
     return experts_ == 0 ? adapters_->rows(logit_rows_).groups() : adapters_->expert_rows().groups();
   }
 
-  // Rows of a group pass kTile at once, and what is left of them one by one.
-  static int64_t tiles_of(int64_t rows) { return rows / kTile + rows % kTile; }
-
-  // Items of a group's tiles: of each as many as items_of(change), if its expert is changed.
-  template <class ItemsOf>
-  int64_t items_in(const AdapterGroup& group, const ItemsOf& items_of) const {
-    const SiteAdapter& change = adapters_->at(site_, group.slot);
-    return change.matrix_of(group.expert) < 0 ? 0 : tiles_of(group.count) * items_of(change);
+  int64_t num_rows() const {
+    int64_t rows = 0;
+    for (const AdapterGroup& group : groups()) rows += group.count;
+    return rows;
   }
 
-  // Calls visit(change, index of its matrices, rows, number of rows, item) for this thread's share of all
-  // tiles' items, of which a tile of rows has items_of(change).
-  template <class ItemsOf, class Visit>
-  void for_items(const Worker& worker, const ItemsOf& items_of, const Visit& visit) const {
-    int64_t total = 0;
-    for (const AdapterGroup& group : groups()) total += items_in(group, items_of);
-    const Range mine = share(total, worker);
-    int64_t begin = 0;
-    for (const AdapterGroup& group : groups()) {
-      const SiteAdapter& change = adapters_->at(site_, group.slot);
-      const int64_t each = items_of(change), count = items_in(group, items_of);
-      const int64_t first = mine.begin > begin ? mine.begin - begin : 0;
-      const int64_t last = mine.end - begin < count ? mine.end - begin : count;
-      for (int64_t item = first; item < last; ++item) {
-        const int64_t tile = item / each, full = group.count / kTile;
-        const int64_t row = tile < full ? tile * kTile : full * (kTile - 1) + tile;
-        visit(change, change.matrix_of(group.expert), group.rows + row, tile < full ? kTile : 1, item % each);
-      }
-      begin += count;
+  // Rows of a group pass kTile at once, and what is left of them one by one. Calls visit(rows, number of
+  // rows).
+  template <class Visit>
+  static void for_tiles(const AdapterGroup& group, const Visit& visit) {
+    for (int64_t row = 0; row < group.count;) {
+      const int count = group.count - row >= kTile ? kTile : 1;
+      visit(group.rows + row, count);
+      row += count;
     }
   }
 
-  // shrunk = A x, an item for each 16 ranks.
-  void shrink(Worker& worker) const {
-    auto* x = reinterpret_cast<float*>(worker.scratch);
-    const int32_t* expanded = nullptr;  // rows that x has
-    for_items(
-        worker, [](const SiteAdapter& change) { return change.rank / 16; },
-        [&](const SiteAdapter& change, int64_t matrix, const int32_t* rows, int count, int64_t block) {
-          const FactorMatrix factors = change.a.at(matrix, change.rank, x_.columns);
-          for (int i = 0; i < count && rows != expanded; ++i) expand_x(rows[i], x + i * x_stride());
-          expanded = rows;
-          with_factor(factors, block * x_.columns * 16, [&](auto factor, const auto* a) {
-            F sums[kTile];
-            if (count == 1) {
-              shrink_row<decltype(factor)>(a, x, sums);
-            } else {
-              shrink_rows<decltype(factor)>(a, x, sums);
-            }
-            for (int i = 0; i < count; ++i) {
-              if (factors.scale != nullptr) sums[i] = S::mul(sums[i], S::load(factors.scale + block * 16));
-              S::store(shrunk_.as<float>() + rows[i] * shrunk_.stride + block * 16, sums[i]);
-            }
-          });
-        });
+  // Blocks of 16 ranks of a group's A; 0 if its expert is not changed.
+  int64_t blocks_of(const AdapterGroup& group) const {
+    const SiteAdapter& change = adapters_->at(site_, group.slot);
+    return change.matrix_of(group.expert) < 0 ? 0 : change.rank / 16;
+  }
+
+  // An item is A x of a tile of rows and of 16 ranks.
+  int64_t num_items() const {
+    int64_t items = 0;
+    for (const AdapterGroup& group : groups()) {
+      items += (group.count / kTile + group.count % kTile) * blocks_of(group);
+    }
+    return items;
+  }
+
+  // Computes some items, with scratch for x.
+  void shrink(Range items, float* x, const Shrunk& shrunk) const {
+    int64_t begin = 0;  // the first item of a tile
+    for (const AdapterGroup& group : groups()) {
+      const SiteAdapter& change = adapters_->at(site_, group.slot);
+      const int64_t blocks = blocks_of(group);
+      if (blocks == 0) continue;
+      const FactorMatrix a = change.a.at(change.matrix_of(group.expert), change.rank, x_.columns);
+      for_tiles(group, [&](const int32_t* rows, int count) {
+        const int64_t first = items.begin > begin ? items.begin - begin : 0;
+        const int64_t last = items.end - begin < blocks ? items.end - begin : blocks;
+        begin += blocks;
+        if (first >= last) return;
+        for (int i = 0; i < count; ++i) expand_x(rows[i], x + i * x_stride());
+        for (int64_t block = first; block < last; ++block) {
+          shrink_block(a, block, rows, count, x, shrunk);
+        }
+      });
+    }
+  }
+
+  void shrink_block(const FactorMatrix& factors, int64_t block, const int32_t* rows, int count,
+                    const float* x, const Shrunk& shrunk) const {
+    with_factor(factors, block * x_.columns * 16, [&](auto factor, const auto* a) {
+      F sums[kTile];
+      if (count == 1) {
+        shrink_row<decltype(factor)>(a, x, sums);
+      } else {
+        shrink_rows<decltype(factor)>(a, x, sums);
+      }
+      for (int i = 0; i < count; ++i) {
+        if (factors.scale != nullptr) sums[i] = S::mul(sums[i], S::load(factors.scale + block * 16));
+        S::store(shrunk.at(rows + i) + block * 16, sums[i]);
+      }
+    });
   }
 
   // The kTile chains of a row together. sums[0]: its result.
@@ -258,7 +307,7 @@ class AdapterDelta final : public Kernel {
       places[i] = x + i;
       sums[i] = S::zero();
     }
-    pass<Factor>(w, places, x_.columns / kTile, kTile, sums);
+    pass<Factor, kTile>(w, places, x_.columns / kTile, sums);
     for (int64_t k = x_.columns / kTile * kTile, i = 0; k < x_.columns; ++k, ++i) {
       sums[i] = S::fma(S::set1(x[k]), Factor::load(a + k * 16), sums[i]);
     }
@@ -276,7 +325,7 @@ class AdapterDelta final : public Kernel {
         chains[chain][i] = S::zero();
       }
       const int64_t count = (x_.columns - chain + kTile - 1) / kTile;
-      pass_rows<Factor>(a + chain * 16, places, count, kTile, chains[chain]);
+      pass_rows<Factor, kTile>(a + chain * 16, places, count, chains[chain]);
     }
     for (int i = 0; i < kTile; ++i) {
       sums[i] = S::add(S::add(chains[0][i], chains[1][i]), S::add(chains[2][i], chains[3][i]));
@@ -301,72 +350,95 @@ class AdapterDelta final : public Kernel {
     }
   }
 
-  static int64_t tiles_of(const AdapterPiece& piece) { return (piece.count + kTile * 16 - 1) / (kTile * 16); }
-
-  // delta = bias + B shrunk, an item for each kTile blocks of a piece.
-  void expand(Worker& worker) const {
-    for_items(
-        worker,
-        [](const SiteAdapter& change) {
-          int64_t tiles = 0;
-          for (const AdapterPiece& piece : change.pieces) tiles += tiles_of(piece);
-          return tiles;
-        },
-        [&](const SiteAdapter& change, int64_t matrix, const int32_t* rows, int count, int64_t tile) {
-          const AdapterPiece* found = change.pieces.data();
-          for (; tile >= tiles_of(*found); ++found) tile -= tiles_of(*found);
-          AdapterPiece piece = *found;
+  // delta = bias + B shrunk, for some columns of all rows.
+  void expand(Range columns, const Shrunk& shrunk) const {
+    for (const AdapterGroup& group : groups()) {
+      const SiteAdapter& change = adapters_->at(site_, group.slot);
+      const int64_t matrix = change.matrix_of(group.expert);
+      if (matrix < 0) continue;
+      for_tiles(group, [&](const int32_t* rows, int count) {
+        for (AdapterPiece piece : change.pieces) {
           piece.b = piece.b.at(matrix, piece.count, piece.rank);
-          with_factor(piece.b, 0, [&](auto factor, const auto* b) {
-            expand_tile<decltype(factor)>(change, piece, b, rows, count, tile * kTile);
-          });
-        });
+          const int64_t begin = columns.begin - piece.begin, end = columns.end - piece.begin;
+          const int64_t last = ((end < piece.count ? end : piece.count) + 15) / 16;
+          for (int64_t block = begin > 0 ? begin / 16 : 0; block < last; block += kTile) {
+            const int64_t blocks = last - block < kTile ? last - block : kTile;
+            with_factor(piece.b, block * piece.rank * 16, [&](auto factor, const auto* b) {
+              expand_tile<decltype(factor)>({change, piece, columns}, rows, count, block, blocks, b, shrunk);
+            });
+          }
+        }
+      });
+    }
   }
 
-  // kTile blocks from `block` on, of one row or of kTile rows. Each sum is one chain over the ranks.
+  // What an adapter adds to some columns of a site.
+  struct Part {
+    const SiteAdapter& change;
+    const AdapterPiece& piece;
+    Range columns;  // the thread's own
+  };
+
+  // Up to kTile blocks from `block` on, of one row or of kTile rows. b: B from that block on. Each sum is
+  // one chain over the ranks.
   template <class Factor>
-  void expand_tile(const SiteAdapter& change, const AdapterPiece& piece, const typename Factor::Element* b,
-                   const int32_t* rows, int count, int64_t block) const {
-    const int64_t left = (piece.count + 15) / 16 - block, blocks = left < kTile ? left : kTile;
+  void expand_tile(const Part& part, const int32_t* rows, int count, int64_t block, int64_t blocks,
+                   const typename Factor::Element* b, const Shrunk& shrunk) const {
+    const int64_t rank = part.piece.rank;
     const float* x[kTile];
-    for (int i = 0; i < kTile; ++i) {
-      x[i] = shrunk_.as<const float>() + rows[i < count ? i : 0] * shrunk_.stride + piece.first_rank;
-    }
+    for (int i = 0; i < kTile; ++i) x[i] = shrunk.at(rows + (i < count ? i : 0)) + part.piece.first_rank;
     F sums[kTile];
     if (count == 1) {
       const typename Factor::Element* w[kTile];
       for (int64_t n = 0; n < kTile; ++n) {
-        w[n] = b + (block + (n < blocks ? n : 0)) * piece.rank * 16;
+        w[n] = b + (n < blocks ? n : 0) * rank * 16;
         sums[n] = S::zero();
       }
-      pass<Factor>(w, x, piece.rank, 1, sums);
-      for (int64_t n = 0; n < blocks; ++n) store(change, piece, rows[0], block + n, sums[n]);
+      prefetch(b + kAhead, kTile * rank * 16);
+      pass<Factor, 1>(w, x, rank, sums);
+      for (int64_t n = 0; n < blocks; ++n) store(part, rows[0], block + n, sums[n]);
       return;
     }
     for (int64_t n = 0; n < blocks; ++n) {
       for (int i = 0; i < kTile; ++i) sums[i] = S::zero();
-      pass_rows<Factor>(b + (block + n) * piece.rank * 16, x, piece.rank, 1, sums);
-      for (int i = 0; i < kTile; ++i) store(change, piece, rows[i], block + n, sums[i]);
+      pass_rows<Factor, 1>(b + n * rank * 16, x, rank, sums);
+      for (int i = 0; i < kTile; ++i) store(part, rows[i], block + n, sums[i]);
     }
   }
 
   // delta of a row and a block of a piece = bias + scale * sum.
-  void store(const SiteAdapter& change, const AdapterPiece& piece, int64_t row, int64_t block, F sum) const {
-    const int64_t begin = block * 16, left = piece.count - begin, count = left < 16 ? left : 16;
+  ENGINEWRIGHT_INLINE void store(const Part& part, int64_t row, int64_t block, F sum) const {
+    const int64_t left = part.piece.count - block * 16, count = left < 16 ? left : 16;
+    const int64_t begin = part.piece.begin + block * 16;
     const auto load = [&](const float* from) {
       return count == 16 ? S::load(from) : S::load_first(from, count);
     };
-    if (piece.b.scale != nullptr) sum = S::mul(sum, load(piece.b.scale + begin));
-    if (change.bias != nullptr) sum = S::add(sum, load(change.bias + piece.begin + begin));
-    float* delta = delta_.as<float>() + row * delta_.stride + piece.begin + begin;
-    count == 16 ? S::store(delta, sum) : S::store_first(delta, sum, count);
+    if (part.piece.b.scale != nullptr) sum = S::mul(sum, load(part.piece.b.scale + block * 16));
+    if (part.change.bias != nullptr) sum = S::add(sum, load(part.change.bias + begin));
+    float* delta = delta_.as<float>() + row * delta_.stride + begin;
+    if (begin < part.columns.begin || part.columns.end < begin + count) {
+      store_own(delta, begin, count, sum, part.columns);
+    } else if (count == 16) {
+      S::store(delta, sum);
+    } else {
+      S::store_first(delta, sum, count);
+    }
+  }
+  // Stores those of `count` columns from `begin` on which are this thread's own.
+  __attribute__((noinline)) static void store_own(float* delta, int64_t begin, int64_t count, F sum,
+                                                  Range columns) {
+    float values[16];
+    S::store(values, sum);
+    for (int64_t i = 0; i < count; ++i) {
+      if (columns.begin <= begin + i && begin + i < columns.end) delta[i] = values[i];
+    }
   }
 
   const Operand x_, shrunk_, delta_;
   Adapters* const adapters_;
-  const int64_t site_, experts_;  // experts_: 0 if the site is no layer of experts
-  const bool logit_rows_;
+  const int64_t site_, experts_;    // experts_: 0 if the site is no layer of experts
   int64_t top_ = 1;                 // rows of a token
+  const bool logit_rows_, gated_;   // gated: columns n and N/2 + n are multiplied by one thread
   const float* x_scale_ = nullptr;  // null: x is float
   int64_t x_scale_stride_ = 0, group_ = 0;
 };

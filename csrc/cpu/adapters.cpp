@@ -66,18 +66,20 @@ void ExpertRows::group(const int32_t* slots, const int32_t* places, int64_t stri
     for (int64_t i = 0; i < top; ++i) slots_[static_cast<size_t>(own[i])] = slots[token];
   }
   groups_.clear();
-  for (int64_t e = 0; e < experts; ++e) group_expert(static_cast<int32_t>(e), starts[e], starts[e + 1]);
+  int64_t place = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    place = group_expert(static_cast<int32_t>(e), starts[e], starts[e + 1], place);
+  }
 }
 
 // The groups of an expert are in the order of their first rows, and rows in their own order.
-void ExpertRows::group_expert(int32_t expert, int32_t begin, int32_t end) {
+int64_t ExpertRows::group_expert(int32_t expert, int32_t begin, int32_t end, int64_t place) {
   const size_t first = groups_.size();
   for (int32_t row = begin; row < end; ++row) {
     const int32_t slot = slots_[static_cast<size_t>(row)];
     if (slot < 0) continue;
     if (next_[static_cast<size_t>(slot)]++ == 0) groups_.push_back({slot, expert, nullptr, 0});
   }
-  int64_t place = begin;
   for (size_t i = first; i < groups_.size(); ++i) {
     AdapterGroup& group = groups_[i];
     int64_t& next = next_[static_cast<size_t>(group.slot)];
@@ -91,6 +93,7 @@ void ExpertRows::group_expert(int32_t expert, int32_t begin, int32_t end) {
     if (slot >= 0) order_[static_cast<size_t>(next_[static_cast<size_t>(slot)]++)] = row;
   }
   for (size_t i = first; i < groups_.size(); ++i) next_[static_cast<size_t>(groups_[i].slot)] = 0;
+  return place;
 }
 
 Adapters::Adapters(std::vector<AdapterSite> sites, int64_t num_slots, int64_t max_rank, int64_t max_tokens,

@@ -118,7 +118,9 @@ class ExpertRows {
   int64_t max_rows() const { return static_cast<int64_t>(slots_.size()); }
 
  private:
-  void group_expert(int32_t expert, int32_t begin, int32_t end);
+  // Appends the groups of an expert, whose rows have `place` and the next places in order_. Returns that
+  // after them.
+  int64_t group_expert(int32_t expert, int32_t begin, int32_t end, int64_t place);
 
   std::vector<int32_t> slots_;  // of each row
   std::vector<int32_t> order_;  // rows with an adapter, by their experts and slots

@@ -45,11 +45,11 @@ class StepJob final : public Job {
       : kernels_(kernels), sizes_(sizes) {}
 
   void run(Worker& worker) override {
-    bool is_first = true;
+    bool needs_barrier = false;
     for (const std::unique_ptr<Kernel>& kernel : kernels_) {
       if (kernel->is_idle()) continue;
-      if (!is_first) worker.sync();
-      is_first = false;
+      if (needs_barrier) worker.sync();
+      needs_barrier = kernel->needs_barrier_after();
       kernel->run(sizes_, worker);
     }
   }

@@ -38,14 +38,14 @@ class Finish {
   // 16 columns of out in one row, from the accumulators of block `unit`.
   ENGINEWRIGHT_INLINE void plain(int64_t row, int64_t unit, F acc) const {
     const int64_t n = columns_of(unit);
-    store(row, unit, n, affine(acc, constants(unit * 16, n), row, unit * 16, n));
+    store(row, unit, n, one(acc, constants(unit * 16, n), row, unit * 16, n));
   }
 
   // The same from those of a pair of blocks: act(gate) * up.
   ENGINEWRIGHT_INLINE void gated(int64_t row, int64_t unit, F gate, F up) const {
     const int64_t n = columns_of(unit);
-    const F g = affine(gate, constants(unit * 16, n), row, unit * 16, n),
-            u = affine(up, constants(outputs_ + unit * 16, n), row, outputs_ + unit * 16, n);
+    const F g = one(gate, constants(unit * 16, n), row, unit * 16, n),
+            u = one(up, constants(outputs_ + unit * 16, n), row, outputs_ + unit * 16, n);
     store(row, unit, n, gate_times_up(g, u));
   }
 
@@ -61,18 +61,11 @@ class Finish {
   template <class Acc>
   __attribute__((noinline)) void blocks(int64_t row, int64_t rows, int64_t block, int64_t count,
                                         const Acc* acc, int64_t block_stride) const {
-    if (gated_) {
-      for (int64_t n = 0; n < count; n += 2, acc += 2 * block_stride) {
-        gated_rows(row, rows, (block + n) / 2, acc, acc + block_stride);
-      }
+    // Two copies, so that steps without adapters run the code that they always have.
+    if (adapters_ == nullptr) {
+      each_block<false>(row, rows, block, count, acc, block_stride);
     } else {
-      for (int64_t n = 0; n < count; ++n, acc += block_stride) {
-        if (wide_ && row >= kKept && columns_of(block + n) == 16) {
-          stream_rows(row, rows, block + n, acc);
-        } else {
-          plain_rows(row, rows, block + n, acc);
-        }
-      }
+      each_block<true>(row, rows, block, count, acc, block_stride);
     }
   }
 
@@ -85,30 +78,47 @@ class Finish {
     F scale, bias;
   };
 
-  template <class Acc>
+  template <bool kAdapted, class Acc>
+  ENGINEWRIGHT_INLINE void each_block(int64_t row, int64_t rows, int64_t block, int64_t count, const Acc* acc,
+                                      int64_t block_stride) const {
+    if (gated_) {
+      for (int64_t n = 0; n < count; n += 2, acc += 2 * block_stride) {
+        gated_rows<kAdapted>(row, rows, (block + n) / 2, acc, acc + block_stride);
+      }
+    } else {
+      for (int64_t n = 0; n < count; ++n, acc += block_stride) {
+        if (wide_ && row >= kKept && columns_of(block + n) == 16) {
+          stream_rows<kAdapted>(row, rows, block + n, acc);
+        } else {
+          plain_rows<kAdapted>(row, rows, block + n, acc);
+        }
+      }
+    }
+  }
+  template <bool kAdapted, class Acc>
   void plain_rows(int64_t row, int64_t rows, int64_t unit, const Acc* acc) const {
     const int64_t n = columns_of(unit);
     const Constants c = constants(unit * 16, n);
     for (int64_t m = row; m < row + rows; ++m, acc += 16) {
-      store(m, unit, n, affine(sums(acc, m), c, m, unit * 16, n));
+      store(m, unit, n, affine<kAdapted>(sums(acc, m), c, m, unit * 16, n));
     }
   }
-  template <class Acc>
+  template <bool kAdapted, class Acc>
   void stream_rows(int64_t row, int64_t rows, int64_t unit, const Acc* acc) const {
     const Constants c = constants(unit * 16, 16);
     float* out = reinterpret_cast<float*>(out_) + row * stride_ + unit * 16;
     for (int64_t m = row; m < row + rows; ++m, acc += 16, out += stride_) {
-      S::stream(out, affine(sums(acc, m), c, m, unit * 16, 16));
+      S::stream(out, affine<kAdapted>(sums(acc, m), c, m, unit * 16, 16));
     }
   }
-  template <class Acc>
+  template <bool kAdapted, class Acc>
   void gated_rows(int64_t row, int64_t rows, int64_t unit, const Acc* gate, const Acc* up) const {
     const int64_t n = columns_of(unit);
     const Constants gate_constants = constants(unit * 16, n),
                     up_constants = constants(outputs_ + unit * 16, n);
     for (int64_t m = row; m < row + rows; ++m, gate += 16, up += 16) {
-      const F g = affine(sums(gate, m), gate_constants, m, unit * 16, n),
-              u = affine(sums(up, m), up_constants, m, outputs_ + unit * 16, n);
+      const F g = affine<kAdapted>(sums(gate, m), gate_constants, m, unit * 16, n),
+              u = affine<kAdapted>(sums(up, m), up_constants, m, outputs_ + unit * 16, n);
       store(m, unit, n, gate_times_up(g, u));
     }
   }
@@ -134,20 +144,27 @@ class Finish {
   }
 
   // first: row of the weight that the first of n columns belongs to.
+  template <bool kAdapted>
   ENGINEWRIGHT_INLINE F affine(F acc, const Constants& c, int64_t row, int64_t first, int64_t n) const {
     if (scale_ != nullptr) acc = S::mul(acc, c.scale);
-    if (adapters_ != nullptr) return adapted(acc, c, row, first, n);
+    if (kAdapted) return adapted(acc, c, row, first, n);
     return bias_ != nullptr ? S::add(acc, c.bias) : acc;
   }
-  // Out of line, so that steps without adapters run the code that they always have.
-  __attribute__((noinline)) F adapted(F acc, const Constants& c, int64_t row, int64_t first,
-                                      int64_t n) const {
+  ENGINEWRIGHT_INLINE F adapted(F acc, const Constants& c, int64_t row, int64_t first, int64_t n) const {
     const int32_t slot = slots_[row];
     const SiteAdapter* change = slot < 0 ? nullptr : &adapters_->at(site_, slot);
     if (change != nullptr && change->gain != nullptr) acc = S::mul(acc, load(change->gain + first, n));
     if (bias_ != nullptr) acc = S::add(acc, c.bias);
     if (change == nullptr || change->matrix_of(expert_) < 0) return acc;
     return S::add(acc, load(delta_ + row * delta_stride_ + first, n));
+  }
+  // For 16 accumulators alone: out of line with adapters, for the same reason as in blocks().
+  ENGINEWRIGHT_INLINE F one(F acc, const Constants& c, int64_t row, int64_t first, int64_t n) const {
+    return adapters_ == nullptr ? affine<false>(acc, c, row, first, n) : one_adapted(acc, c, row, first, n);
+  }
+  __attribute__((noinline)) F one_adapted(F acc, const Constants& c, int64_t row, int64_t first,
+                                          int64_t n) const {
+    return affine<true>(acc, c, row, first, n);
   }
 
   ENGINEWRIGHT_INLINE F gate_times_up(F gate, F up) const {

@@ -178,7 +178,9 @@ class Kernel {
  public:
   virtual ~Kernel() = default;
   virtual void run(const Sizes& sizes, Worker& worker) const = 0;
-  virtual bool is_idle() const { return false; }       // true if run() would do nothing in this step
+  virtual bool is_idle() const { return false; }  // true if run() would do nothing in this step
+  // false: each thread of the next kernel reads only what the same thread of this one has written.
+  virtual bool needs_barrier_after() const { return true; }
   virtual Work work(const Sizes& sizes) const = 0;     // of run(); step inputs have been staged
   virtual int64_t scratch_bytes() const { return 0; }  // what run() wants in Worker::scratch, a thread
   virtual void add_checks(StepChecks&) const {}

@@ -87,8 +87,10 @@ def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int) -> Plan:
             buffers.append(Buffer("f32", rows, columns, slot))
             added[role] = BufferOperand(len(buffers) - 1, 0, columns)
         read = {role: operand for role, operand in call.operands.items() if role in ("x", "x_scale")}
-        group = {name: call.attributes[name] for name in ("group",) if "x_scale" in read}
-        calls.append(KernelCall(HEAD_KERNEL if heads else KERNEL, {**read, **own, **added}, group))
+        attributes = {name: call.attributes[name] for name in ("group",) if "x_scale" in read}
+        if not heads:
+            attributes["gated"] = int(call.attributes["epilogue"] != "none")
+        calls.append(KernelCall(HEAD_KERNEL if heads else KERNEL, {**read, **own, **added}, attributes))
         operands = {**call.operands, "adapters": added["adapters"], "delta": added["delta"]}
         calls.append(msgspec.structs.replace(call, operands=operands))
     extended = msgspec.structs.replace(plan, inputs=(*plan.inputs, SLOTS), buffers=tuple(buffers), calls=tuple(calls))

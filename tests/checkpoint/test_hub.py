@@ -122,7 +122,7 @@ def test_an_adapter(remote: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Adapter.open("owner/Tiny")
     remote.files |= saved
     for ref in ("owner/Tiny", "owner/Tiny@main", "owner/Tiny:0.5"):
-        opened = merge._open(ref) if ":" in ref else Adapter.open(ref)
+        opened = merge._open(ref, {}) if ":" in ref else Adapter.open(ref)
         assert opened.name == "Tiny" and len(opened.updates) == 3
         assert opened.source_hashes.keys() == {"adapter_config.json", "adapter_model.safetensors"}
     assert sorted(remote.fetched) == ["adapter_config.json", "adapter_model.safetensors"]

@@ -130,7 +130,8 @@ def run(
     read = {name: operands[name] for name in ("x", "x_scale") if name in operands}
     shrunk = runner.buffer(len(x), MAX_RANK, "f32")
     group = {"group": problem.group} if "x_scale" in read else {}
-    runner.add("adapter_delta@1", {**read, **delta, "shrunk": shrunk}, group)
+    gated = int(problem.epilogue != "none")
+    runner.add("adapter_delta@1", {**read, **delta, "shrunk": shrunk}, {**group, "gated": gated})
     runner.call(problem.kernel, {**operands, **delta, "out": out}, attributes)
     return runner.read(out)
 
@@ -170,11 +171,12 @@ def test_products_with_adapters(isa: str, kernel: str, tokens: int, epilogue: st
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_bits_of_a_row_depend_on_its_own_adapter_alone(isa: str, kernel: str) -> None:
-    problem, adapters = Problem(kernel, 33, 130, 323), some_adapters(130, 323)
+@pytest.mark.parametrize("epilogue", ["none", "swiglu"])
+def test_bits_of_a_row_depend_on_its_own_adapter_alone(isa: str, kernel: str, epilogue: str) -> None:
+    problem, adapters = Problem(kernel, 33, 130, 323, epilogue), some_adapters(130, 323)
     slots = [max(row % 9 - 4, -1) for row in range(28)] + [1] * 5  # some with rows that pass alone, some four at once
     together = run(problem, isa, adapters, slots)
-    for first, count, threads in (0, 1, 1), (1, 1, 2), (2, 3, 3), (5, 28, 2):
+    for first, count, threads in (0, 1, 1), (1, 1, 2), (2, 3, 3), (5, 28, 2), (9, 2, 3), (31, 2, 2):
         rows = slice(first, first + count)
         assert torch.equal(run(problem, isa, adapters, slots, threads=threads, rows=rows), together[rows])
     base = [row for row, slot in enumerate(slots) if slot == NONE]
@@ -241,4 +243,4 @@ def run_with_one_of_two(problem: Problem, slots: list[int]) -> None:
         "delta": runner.buffer(3, 74, "f32"),
         "shrunk": runner.buffer(3, 16, "f32"),
     }
-    runner.call("adapter_delta@1", {"x": operands["x"], **delta})
+    runner.call("adapter_delta@1", {"x": operands["x"], **delta}, {"gated": 0})

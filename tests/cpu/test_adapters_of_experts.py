@@ -160,7 +160,8 @@ class Mixture:
             by_token = runner.filled(places.int())
             runner.add("adapter_rows@1", {**routed, "places": by_token, "adapters": site})
             shrunk = runner.buffer(len(x), MAX_RANK, "f32", copies)
-            runner.add("adapter_delta@1", {**read, **delta, "places": by_token, "shrunk": shrunk}, attributes)
+            delta_of = {**read, **delta, "places": by_token, "shrunk": shrunk}
+            runner.add("adapter_delta@1", delta_of, {**attributes, "gated": int(gated)})
             operands |= delta
         if self.all.weight.dtype == torch.float8_e4m3fn:
             attributes["group"] = self.all.group
@@ -254,8 +255,8 @@ def test_operands_that_do_not_fit() -> None:
         ("adapter_delta@1", {**given, "places": places, "adapters": site(42, 3, 1)}, "have room for"),
     ]:
         with pytest.raises(ValueError, match=text):
-            runner.add(name, operands)
+            runner.add(name, operands, {"gated": 0} if "delta" in name else {})
     with pytest.raises(ValueError, match="2 rows for each of 'places'"):
         runner.add("adapter_delta@1", {**given, "x": runner.filled(mixture.all.x), "places": places,
                                        "adapters": site(42, 3, 2), "delta": runner.buffer(4, 42, "f32"),
-                                       "shrunk": runner.buffer(4, MAX_RANK, "f32")})  # fmt: skip
+                                       "shrunk": runner.buffer(4, MAX_RANK, "f32")}, {"gated": 0})  # fmt: skip

@@ -175,6 +175,15 @@ class Deployment:
         return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
+# A block that must be computed counts as much as this number of blocks that decode. By default they count alike, and
+# a worker that runs one request more is avoided even if it has all of a prompt in its cache.
+PREFILL_LOAD_SCALE = 16
+ROUTERS: dict[str, tuple[object, ...]] = {
+    "round-robin": ("--router-mode", "round-robin"),
+    "kv": ("--router-mode", "kv", "--router-prefill-load-scale", PREFILL_LOAD_SCALE),
+}
+
+
 def computed_prompt_tokens(
     folder: Path, mode: str, engine: Path, num_conversations: int, *options: object, clients: int = 4
 ) -> list[int]:
@@ -182,7 +191,7 @@ def computed_prompt_tokens(
 
     Args:
         folder: an empty folder.
-        mode: the frontend's --router-mode.
+        mode: one of ROUTERS.
         options: of the workers.
         clients: requests at a time.
     """
@@ -195,7 +204,7 @@ def computed_prompt_tokens(
         messages.append(deployment.ask(CHAT, messages=messages, **limits)["choices"][0]["message"])
 
     with ExitStack() as stack:
-        stack.enter_context(deployment.frontend("--router-mode", mode))
+        stack.enter_context(deployment.frontend(*ROUTERS[mode]))
         for _ in range(2):
             stack.enter_context(deployment.worker("--max-model-len", 4096, *options, engine=engine))
         deployment.wait_for_answers()

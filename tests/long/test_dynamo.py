@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.dynamo import ENGINE, MODEL, Deployment, Process, until
+from tests.helpers.dynamo import ENGINE, MODEL, ROUTERS, Deployment, Process, computed_prompt_tokens, until
 from tests.helpers.load import Load
-from tests.helpers.serving import CHAT, COMPLETIONS, Running, running
+from tests.helpers.serving import CHAT, COMPLETIONS, Running, running, tiny_engine
 
 QUESTION = "What is the capital of France?"
 PROMPT = [1000 + number * 7 % 5000 for number in range(300)]
@@ -192,6 +192,19 @@ def test_workers_end_under_load(tmp_path: Path) -> None:
                 until(lambda: workers[-1].counter("generation_tokens_total") > 0)
         assert set(load.outcomes) == {"whole"}, load.outcomes
         assert all(len(texts) == 1 for texts in answers.texts.values()), answers.texts
+
+
+def test_the_kv_router_finds_what_workers_have_cached(tmp_path: Path) -> None:
+    """Counts do not depend on the model, so it is a tiny one; benchmarks/dynamo_router.py has 200 conversations.
+
+    Round robin computes at most twice what must be computed, since a worker often has all turns but the last.
+    """
+    folders = {mode: tmp_path / mode for mode in ROUTERS}
+    for folder in folders.values():
+        folder.mkdir()
+    counts = {mode: computed_prompt_tokens(folder, mode, tiny_engine(), 20) for mode, folder in folders.items()}
+    assert min(counts["kv"]) > 0.2 * sum(counts["kv"]), counts
+    assert sum(counts["kv"]) <= 0.65 * sum(counts["round-robin"]), counts
 
 
 def test_prefill_and_decode_apart(tmp_path: Path, alone: Running) -> None:

@@ -47,12 +47,12 @@ class GgufCheckpoint:
         family = find_family(header)
         factors = header.tensors.get(ROPE_FACTORS)
         if factors:
-            _check_type(factors)
+            check_type(factors)
         config = synthesize(header, family, self._dequantized(factors) if factors else None)
         self._vocabulary = Vocabulary(header.metadata, config["vocab_size"])
         self._sources = map_tensors(header, family, config)
         for tensor in {part.type: part for source in self._sources.values() for part in source.parts}.values():
-            _check_type(tensor)
+            check_type(tensor)
         self.pooling = None  # llama.cpp's embedding models are not supported
         self.generation_config: Mapping[str, Any] = generation_config(self._vocabulary)
         self.config: Mapping[str, Any] = config
@@ -79,27 +79,42 @@ class GgufCheckpoint:
         return {self._file_name: sha256(self._path)}
 
     def _dequantized(self, tensor: GgufTensor) -> torch.Tensor:
-        """Reads with `pread`, not a mapping: a file that became shorter is then an error, and not a signal."""
-        values = torch.empty(tensor.shape, dtype=torch.float32)
-        rows = values.view(-1, tensor.shape[-1]).numpy()
-        row_bytes = tensor.nbytes // len(rows)
-        step = max(1, PIECE_ELEMENTS // tensor.shape[-1])
-        try:
-            with open(open_regular(self._path), "rb", buffering=0) as file, np.errstate(all="ignore"):
-                file.seek(tensor.offset_bytes)
-                for start in range(0, len(rows), step):
-                    piece = rows[start : start + step]
-                    raw = np.fromfile(file, np.uint8, len(piece) * row_bytes)
-                    if raw.size != len(piece) * row_bytes:
-                        raise EngineError(f"{self._file_name} became shorter while it was read")
-                    # As one row, since the package goes through rows in groups of 16.
-                    piece[:] = gguf.dequantize(raw.reshape(1, -1), tensor.type).reshape(piece.shape)
-        except OSError as error:
-            raise EngineError(f"{self._file_name} cannot be read", error.strerror or str(error)) from error
-        return values
+        return read_tensor(self._path, tensor)
 
 
-def _check_type(tensor: GgufTensor) -> None:
+def read_tensor(path: Path, tensor: GgufTensor) -> torch.Tensor:
+    """Reads a tensor with `pread`, not a mapping: a file that became shorter is then an error, and not a signal.
+
+    Args:
+        path: the file.
+        tensor: the tensor's position and form in it.
+
+    Returns:
+        The dequantized numbers, FLOAT.
+
+    Raises:
+        EngineError: the file cannot be read.
+    """
+    values = torch.empty(tensor.shape, dtype=torch.float32)
+    rows = values.view(-1, tensor.shape[-1]).numpy()
+    row_bytes = tensor.nbytes // len(rows)
+    step = max(1, PIECE_ELEMENTS // tensor.shape[-1])
+    try:
+        with open(open_regular(path), "rb", buffering=0) as file, np.errstate(all="ignore"):
+            file.seek(tensor.offset_bytes)
+            for start in range(0, len(rows), step):
+                piece = rows[start : start + step]
+                raw = np.fromfile(file, np.uint8, len(piece) * row_bytes)
+                if raw.size != len(piece) * row_bytes:
+                    raise EngineError(f"{path.name} became shorter while it was read")
+                # As one row, since the package goes through rows in groups of 16.
+                piece[:] = gguf.dequantize(raw.reshape(1, -1), tensor.type).reshape(piece.shape)
+    except OSError as error:
+        raise EngineError(f"{path.name} cannot be read", error.strerror or str(error)) from error
+    return values
+
+
+def check_type(tensor: GgufTensor) -> None:
     """Checks that the `gguf` package can dequantize a tensor.
 
     Raises:

@@ -20,6 +20,7 @@ from enginewright.errors import EngineError, UnsupportedModelError
 
 # A tensor that is not a weight of the Hugging Face model: it becomes part of the config.
 ROPE_FACTORS = "rope_freqs.weight"
+EMBEDDING = "token_embd"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def map_tensors(header: GgufHeader, family: GgufFamily, config: Mapping[str, Any
                     expert, index = divmod(number, len(names))
                     sources[names[index].format(expert)] = _restored((part,), recipes.unchanged, config)
             else:
-                sources[names[0]] = _restored((tensor,), _change(family, names[0]), config)
+                sources[names[0]] = _restored((tensor,), change_of(family, names[0]), config)
     return sources
 
 
@@ -78,14 +79,42 @@ def _by_layer(header: GgufHeader) -> dict[str | None, dict[str, GgufTensor]]:
     layers: dict[str | None, dict[str, GgufTensor]] = {}
     for name, tensor in header.tensors.items():
         if name != ROPE_FACTORS:
-            match = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(.+)", name, re.ASCII | re.DOTALL)
-            layer, own = match.groups() if match else (None, name)
+            layer, own = _split(name)
             layers.setdefault(layer, {})[own] = tensor
     return layers
 
 
-def _change(family: GgufFamily, name: str) -> Callable[..., torch.Tensor]:
-    """Returns the function that reverses the converter's change to a tensor."""
+def _split(name: str) -> tuple[str | None, str]:
+    """Splits a tensor's name into its layer's number, None outside of layers, and the rest."""
+    match = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(.+)", name, re.ASCII | re.DOTALL)
+    return (match[1], match[2]) if match else (None, name)
+
+
+def linear_weight(family: GgufFamily, name: str) -> str | None:
+    """Finds the Hugging Face name of a layer's weight that is one tensor on both sides.
+
+    Args:
+        family: the file's family.
+        name: the weight's name in the file, such as blk.0.attn_q.weight.
+
+    Returns:
+        The name; None if the family has no such tensor, or it is an embedding, or of experts, or made of several.
+    """
+    layer, own = _split(name)
+    stem, _, kind = own.rpartition(".")
+    known = (family.top if layer is None else family.layer).get(stem)
+    if kind != "weight" or not isinstance(known, str) or "{}" in known or stem == EMBEDDING:
+        return None
+    return f"{known}.weight" if layer is None else f"{family.prefix}.{layer}.{known}.weight"
+
+
+def change_of(family: GgufFamily, name: str) -> Callable[..., torch.Tensor]:
+    """Returns the function that reverses the converter's change to a tensor, of the config and the tensor.
+
+    Args:
+        family: the file's family.
+        name: the tensor's Hugging Face name.
+    """
     if family.has_shifted_norms and name.endswith("norm.weight"):
         return recipes.without_one
     if family.has_paired_rope and (part := re.search(r"\.([qk])_proj\.", name)):

@@ -73,8 +73,8 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     multiple=True,
     metavar="ADAPTER[:WEIGHT]",
     show_default="none",
-    help="LoRA adapter that PEFT has saved, a folder or OWNER/NAME on the hub, to merge into the weights before they "
-    "are quantized. The option may be given several times; a weight scales what an adapter adds.",
+    help="LoRA adapter to merge into the weights before they are quantized: what PEFT has saved, a folder or "
+    "OWNER/NAME on the hub, or a GGUF file. The option may be given several times; a weight scales what each adds.",
 )
 @form(
     "--quant",
@@ -355,8 +355,8 @@ def adapter(
 ) -> None:
     """Prepare a LoRA adapter for an engine, as a file that is ready to be loaded.
 
-    ADAPTER is the folder that PEFT has saved, or its name on the Hugging Face hub, OWNER/NAME. The file is for this one
-    engine: prepare it again after a build that changes the engine's content.
+    ADAPTER is the folder that PEFT has saved, its name on the Hugging Face hub, OWNER/NAME, or a GGUF file. The result
+    is for this one engine: prepare it again after a build that changes the engine's content.
     """
     from enginewright.builder.commands import prepare_adapter
     from enginewright.builder.console import describe_adapter

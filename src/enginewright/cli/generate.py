@@ -33,7 +33,7 @@ LORA_OPTION = prompt_section(
     metavar="ADAPTER",
     show_default="none",
     help="An adapter that answers: a file that `engine adapter` made, or what PEFT has saved, a folder or OWNER/NAME "
-    "on the Hugging Face hub, which is then prepared once and kept in the cache.",
+    "on the Hugging Face hub, or a GGUF file. It is then prepared once and kept in the cache.",
 )
 
 

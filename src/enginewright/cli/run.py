@@ -80,8 +80,8 @@ model, address, overload, adapters = section("Model"), section("Address"), secti
     metavar="NAME=ADAPTER",
     show_default="none",
     help="An adapter that requests may name as their model: a file that `engine adapter` made, or, with one engine, "
-    "what PEFT has saved, a folder or OWNER/NAME on the hub. The option may be given several times. With several "
-    "engines, the model is ENGINE:NAME.",
+    "what PEFT has saved, a folder or OWNER/NAME on the hub, or a GGUF file. The option may be given several times. "
+    "With several engines, the model is ENGINE:NAME.",
 )
 @adapters(
     "--lora-dir",
