@@ -304,11 +304,14 @@ class Weights:
             experts, rows, *columns = shape
             whole = self._format.experts(self._stored_as(name), shape) if self._format and columns else None
             self._any_quantized |= whole is not None
-            if whole is None:
+            origin = Origin.of(self._stored_as(name), experts * rows) if columns else None
+            if whole is not None:
+                whole.set_origin(origin)
+            else:
                 stored_shape = (experts, *columns, rows) if transposed else shape
                 read = self._take(name, stored_shape)
                 of_all = (experts * rows, *columns)
-                whole = RowsTensor(name, torch.float32, of_all, lambda: _of_experts(read(), rows, transposed))
+                whole = RowsTensor(name, torch.float32, of_all, lambda: _of_experts(read(), rows, transposed), origin)
             value = whole.initializer()
             if factors is not None:
                 value = self._by_expert(name, value, factors, experts)

@@ -117,8 +117,8 @@ def scale(value: ir.Value, rows: torch.Tensor | None = None, columns: torch.Tens
 
     origin = origin_of(value)
     if origin is not None:
-        by_matrix = columns is not None and len(columns) > 1
-        origin = None if by_matrix else origin.scaled(rows, None if columns is None else columns[0])
+        of_all = columns[0] if columns is not None and len(columns) == 1 else columns
+        origin = origin.scaled(rows, of_all)
     value.const_value = RowsTensor(str(value.name), torch.float32, shape_of(value), open, origin)
 
 
@@ -200,7 +200,8 @@ def transposed_by_head(name: str, value: ir.Value, heads: int) -> ir.Value:
 
         return rows
 
-    return RowsTensor(name, torch.float32, (heads * columns, height // heads), open).initializer()
+    origin = source.transposed(heads) if (source := origin_of(value)) else None
+    return RowsTensor(name, torch.float32, (heads * columns, height // heads), open, origin).initializer()
 
 
 class _OpenReaders:

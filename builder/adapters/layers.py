@@ -70,7 +70,7 @@ class EngineLayer:
             return torch.ones(count) if found is None else found
 
         self.site = site
-        self._row_factors = factors(site.row_factors, site.rows)
+        self._row_factors = factors(site.row_factors, max(site.experts, 1) * site.rows)
         self._bias_factors = factors(site.bias_factors, site.rows)
         self._column_factors = factors(site.column_factors, site.columns)
         self._column_order = order(site.column_order, site.columns)
@@ -81,8 +81,22 @@ class EngineLayer:
         run_of = torch.searchsorted(torch.tensor(starts), own, right=True) - 1
         rows = own + torch.tensor([run.first - start for run, start in zip(site.runs, starts, strict=True)])[run_of]
         module_of = torch.tensor([names.index(run.module) for run in site.runs])[run_of]
-        cuts = [0, *(module_of.diff().nonzero().flatten() + 1).tolist(), site.rows]
+        cuts = [0, *(module_of.diff().nonzero().flatten() + 1).tolist(), len(own)]
         self.runs = [Run(names[module_of[begin]], begin, end, rows[begin:end]) for begin, end in pairwise(cuts)]
+
+    def is_changed_by(self, adapter: Adapter, update: ModuleUpdate) -> bool:
+        """True if an update of an adapter changes this layer."""
+        del adapter
+        return update.experts_module is None and update.module in self.modules
+
+    @property
+    def stored_columns(self) -> int:
+        """Columns of the checkpoint's layers that this one is made of."""
+        return self.site.columns
+
+    def rank_of(self, adapter: Adapter, update: ModuleUpdate) -> int:
+        """Rank of an update that changes this layer, by the adapter's config."""
+        return adapter.config.rank_of(update.module)
 
     def rows_of(self, module: str) -> set[int]:
         """Rows of one of the checkpoint's layers that are in this one."""
@@ -125,11 +139,10 @@ class EngineLayer:
         rank = -(-sum(map(len, a.values())) // RANK_ALIGN) * RANK_ALIGN
         tensors = [torch.nn.functional.pad(one, (0, 0, 0, rank - len(one))) for one in tensors] + b
         if tensors and dtype == "i8":
-            tensors = _coded(tensors[0], b, [piece.first_rank for piece in pieces])
+            tensors = coded(tensors[0], b, [piece.first_rank for piece in pieces])
         added = None if bias is None else self._added(adapter, {one.module: one for one in updates}, bias)
         tensors += [vector for vector in (added, gain) if vector is not None]
-        if not all(bool(torch.isfinite(values.bfloat16()).all()) for values in tensors):
-            raise adapter.error(f"what it adds to {site.weight} has numbers that are not finite")
+        check_finite(adapter, site, tensors)
         entry = SiteEntry(
             site.weight, site.rows, site.columns, rank, tuple(pieces), dtype, added is not None, gain is not None
         )
@@ -159,7 +172,17 @@ class EngineLayer:
         return added
 
 
-def _coded(a: torch.Tensor, b: Sequence[torch.Tensor], first_ranks: Sequence[int]) -> list[torch.Tensor]:
+def check_finite(adapter: Adapter, site: Site, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses numbers of a site that are not finite in BFLOAT16.
+
+    Raises:
+        EngineError: there are some.
+    """
+    if not all(bool(torch.isfinite(values.bfloat16()).all()) for values in tensors):
+        raise adapter.error(f"what it adds to {site.weight} has numbers that are not finite")
+
+
+def coded(a: torch.Tensor, b: Sequence[torch.Tensor], first_ranks: Sequence[int]) -> list[torch.Tensor]:
     """Quantizes matrices to INT8 by rows.
 
     Columns of B are divided by their largest number first, which A's scales take, so that none is lost in B's rows.

@@ -22,8 +22,10 @@ from enginewright.adapter_file import (
     SiteEntry,
 )
 from enginewright.adapter_plan import linear_weight
-from enginewright.adapter_sites import read_sites
+from enginewright.adapter_sites import Site, read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
+from enginewright.builder.adapters.expert_layers import ExpertsLayer
+from enginewright.builder.adapters.head_layers import HeadsLayer
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
 from enginewright.builder.lower import PackedForm, pack
 from enginewright.builder.progress import Progress, Silent
@@ -38,7 +40,7 @@ from enginewright.runtime.engine import Engine
 MERGE = "Merge it at build: engine build --merge ADAPTER."
 SECTIONS = 4  # sections of a site at most, without those of its runs: A, its scales, a bias and a gain
 SECTIONS_OF_RUN = 2  # B and its scales
-NO_SITE = "heads, embeddings, experts, norms, and layers that the model does not have are no adapter sites"
+NO_SITE = "heads, embeddings, routers, norms, and layers that the model does not have are no adapter sites"
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,9 @@ def prepare(
         raise UsageError(f"{output} cannot be written", "it is the engine", "Name another file with --output.")
     progress = progress or Silent()
     progress.phase("find the layers")
-    layers = [EngineLayer(engine.file, site) for site in read_sites(engine.file).sites]
-    _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
-    layers = [layer for layer in layers if layer.modules & adapter.updates.keys()]
+    layers = [_open_layer(engine, site) for site in read_sites(engine.file).sites]
+    changed = _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
+    layers = [layer for layer in layers if layer.site.weight in changed]
     calls = {name: call for call in engine.plan.calls if (name := linear_weight(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
     entries: list[SiteEntry] = []
@@ -130,6 +132,11 @@ def prepare(
     )
 
 
+def _open_layer(engine: Engine, site: Site) -> EngineLayer:
+    kind = ExpertsLayer if site.experts else HeadsLayer if site.heads else EngineLayer
+    return kind(engine.file, site)
+
+
 def _dtype_for(engine: Engine, weight: str) -> FactorDType:
     dtype = engine.weight(weight)[1].dtype
     return "i8" if dtype is not None and DTYPES[dtype].bits <= 8 else "bf16"
@@ -150,46 +157,71 @@ def _about(adapter: Adapter, engine: Engine) -> About:
     )
 
 
-def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path, vocab_size: int) -> None:
-    """Refuses an adapter of which a part would be left out, or that does not fit the engine's layers."""
+def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path, vocab_size: int) -> set[str]:
+    """Refuses an adapter of which a part would be left out, or that does not fit the engine's layers.
+
+    Returns:
+        Names of the weights of those that it changes.
+    """
     if (count := len(adapter.config.invocation_tokens)) > MAX_INVOCATION_TOKENS:
         raise adapter.error(f"{count} tokens invoke it, and at most {MAX_INVOCATION_TOKENS} are possible")
     for token in adapter.config.invocation_tokens:
         if not 0 <= token < vocab_size:
             raise adapter.error(f"the invocation token {token} is none of the engine's {vocab_size}")
+    by_module: dict[str, list[EngineLayer]] = {}
+    for layer in layers:
+        for module in layer.modules:
+            by_module.setdefault(module, []).append(layer)
+    changed = set[str]()
     for update in adapter.updates.values():
-        module, own = update.module, [layer for layer in layers if update.module in layer.modules]
-        if (why := _refusal(update, has_site=bool(own))) is not None:
-            what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
-            raise UnsupportedModelError(what, why, MERGE)
-        if update.changes_bias and any(layer.site.bias is None for layer in own):
-            what = f"the adapter {adapter.name} changes the bias of {module}, which {engine} does not have"
-            raise UnsupportedModelError(what, fix="Merge the adapter with PEFT, and build the merged model.")
-        rows = set().union(*(layer.rows_of(module) for layer in own))
-        if rows != set(range(count := len(rows))):
-            what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
-            raise UnsupportedModelError(what, "only some of its rows are in layers that adapters can change", MERGE)
-        wanted: dict[str, tuple[int, ...]] = dict.fromkeys(("bias", "b_bias", "magnitude"), (count,))
-        if "a" in update.parts:
-            rank = adapter.config.rank_of(module)
-            if rank > MAX_RANK:
-                what = f"{module} of the adapter {adapter.name} has rank {rank}"
-                raise UnsupportedModelError(what, f"at most {MAX_RANK} is possible", MERGE)
-            wanted |= {"a": (rank, own[0].site.columns), "b": (count, rank)}
-        for part in update.parts:
-            if (found := adapter.shape(update, part)) != wanted[part]:
-                why = f"{update.parts[part]} has shape {list(found)}, and the engine's layer {list(wanted[part])}"
-                raise adapter.error(why)
+        possible = by_module.get(update.module, ()) if update.experts_module is None else layers
+        own = [layer for layer in possible if layer.is_changed_by(adapter, update)]
+        _check_update(adapter, update, own, engine)
+        changed |= {layer.site.weight for layer in own}
+    return changed
 
 
-def _refusal(update: ModuleUpdate, *, has_site: bool) -> str | None:
-    """Says why an update cannot be applied to an engine; None if it can."""
+def _check_update(adapter: Adapter, update: ModuleUpdate, own: Sequence[EngineLayer], engine: Path) -> None:
+    """Refuses an update that does not fit; own: the engine's layers that it changes."""
+    module = update.module
+    if (why := _refusal(adapter, update, own)) is not None:
+        what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
+        raise UnsupportedModelError(what, why, MERGE)
+    if update.changes_bias and any(layer.site.bias is None for layer in own):
+        what = f"the adapter {adapter.name} changes the bias of {module}, which {engine} does not have"
+        raise UnsupportedModelError(what, fix="Merge the adapter with PEFT, and build the merged model.")
+    rank = max(layer.rank_of(adapter, update) for layer in own)
+    if rank > MAX_RANK and "a" in update.parts:
+        what = f"{module} of the adapter {adapter.name} has rank {rank}"
+        raise UnsupportedModelError(what, f"at most {MAX_RANK} is possible", MERGE)
     if update.experts_module is not None:
-        return "experts are no adapter sites"
+        return  # shapes have decided that it changes the layer
+    rows = set().union(*(layer.rows_of(module) for layer in own))
+    if rows != set(range(count := len(rows))):
+        what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
+        raise UnsupportedModelError(what, "only some of its rows are in layers that adapters can change", MERGE)
+    wanted: dict[str, tuple[int, ...]] = dict.fromkeys(("bias", "b_bias", "magnitude"), (count,))
+    if "a" in update.parts:
+        wanted |= {"a": (rank, own[0].stored_columns), "b": (count, rank)}
+    for part in update.parts:
+        if (found := adapter.shape(update, part)) != wanted[part]:
+            why = f"{update.parts[part]} has shape {list(found)}, and the engine's layer {list(wanted[part])}"
+            raise adapter.error(why)
+
+
+def _refusal(adapter: Adapter, update: ModuleUpdate, layers: Sequence[EngineLayer]) -> str | None:
+    """Says why an update cannot be applied to the layers that it changes; None if it can."""
     if update.parts.keys() & {"embedding_a", "token_rows"}:
         return "embeddings are no adapter sites"
-    if not has_site:
+    if not layers and update.experts_module is not None:
+        shapes = " and ".join(str(list(adapter.shape(update, part))) for part in ("a", "b"))
+        return f"its factors of shape {shapes} fit no experts that adapters can change"
+    if not layers:
         return NO_SITE
     if "weight" in update.parts:
         return "it replaces the whole layer (modules_to_save), and adapters add to layers"
+    if update.parts.keys() - {"a", "b"} and any(layer.site.matrices > 1 for layer in layers):
+        return "it has lengths (DoRA) or biases, which experts and heads have only if it is merged"
+    if adapter.config.invocation_tokens and any(layer.site.heads for layer in layers):
+        return "tokens invoke it, and it would change keys and values of the tokens before them"
     return None

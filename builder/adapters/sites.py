@@ -5,30 +5,36 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from enginewright.adapter_plan import linear_weight
-from enginewright.adapter_sites import ADAPTER_SITES, AdapterSites, RowRun, Site
+from enginewright.adapter_plan import HEAD_GEMM, has_several, linear_weight
+from enginewright.adapter_sites import ADAPTER_SITES, EXPERT, AdapterSites, RowRun, Site
 from enginewright.builder.lower import Weight
 from enginewright.passes.origin import Origin
-from enginewright.passes.weights import origin_of, shape_of
+from enginewright.passes.weights import origin_of
 from enginewright.plan import KernelCall, Plan, WeightOperand
 
 MAX_RUNS = 64  # runs of rows of a site, above which the order of its rows has a section of its own
 
 
-def site_sections(plan: Plan, weights: Mapping[str, Weight], head: str | None) -> dict[str, bytes]:
+def site_sections(
+    plan: Plan, weights: Mapping[str, Weight], head: str | None, *, with_several: bool
+) -> dict[str, bytes]:
     """Makes the section, and those of its vectors. No tensor of the checkpoint is read.
 
     Args:
         plan: the plan.
         weights: name in the plan → weight.
         head: name of the head's weight in the graph, which has no site; None: there is none.
+        with_several: True if layers with a matrix for each expert, or for each head, are sites.
     """
     sites: dict[str, Site] = {}
     sections: dict[str, bytes] = {}
     for call in plan.calls:
         name = linear_weight(call)
         if name is not None and name not in sites and weights[name].value.name != head:
-            site = _site(name, _name(call, "bias"), weights, sections)
+            heads = int(call.attributes["heads"]) if call.kernel.startswith(HEAD_GEMM) else 0
+            if has_several(call) and not with_several:
+                continue
+            site = _site(name, _name(call, "bias"), weights, sections, heads)
             if site is not None:
                 sites[name] = site
     return {ADAPTER_SITES: AdapterSites(tuple(sites.values())).to_json(), **sections}
@@ -39,12 +45,18 @@ def _name(call: KernelCall, role: str) -> str | None:
     return operand.name if isinstance(operand, WeightOperand) else None
 
 
-def _site(name: str, bias: str | None, weights: Mapping[str, Weight], sections: dict[str, bytes]) -> Site | None:
+def _site(
+    name: str, bias: str | None, weights: Mapping[str, Weight], sections: dict[str, bytes], heads: int
+) -> Site | None:
     """Makes a site, and adds its vectors to `sections`; None if the weight's numbers have no known origin."""
-    origin = origin_of(weights[name].value)
-    if origin is None or not all(tensor.endswith(".weight") for tensor, _ in origin.rows):
+    origin, shape = origin_of(weights[name].value), weights[name].form.shape
+    if origin is None or origin.transposed_heads not in (0, heads) or (heads and _has_factors(origin)):
         return None
-    of_bias = origin_of(weights[bias].value) if bias is not None else None
+    experts = shape[0] if len(shape) == 3 else 0
+    of_one = _rows_of_each(origin.rows, experts) if experts else origin.rows
+    if of_one is None or not (experts or all(tensor.endswith(".weight") for tensor, _ in of_one)):
+        return None
+    of_bias = origin_of(weights[bias].value) if bias is not None and not experts else None
     if of_bias is not None and not _have_same_rows(origin, of_bias):
         of_bias = None
 
@@ -55,11 +67,11 @@ def _site(name: str, bias: str | None, weights: Mapping[str, Weight], sections: 
         sections[section] = values.numpy().astype(dtype).tobytes()
         return section
 
-    rows, columns = shape_of(weights[name].value)
-    runs, order = _runs(origin.rows)
+    rows, columns = shape[-2:]
+    runs, order = _runs(of_one)
     return Site(
         weight=name,
-        rows=rows,
+        rows=rows // (heads or 1),
         columns=columns,
         runs=runs,
         bias=bias if of_bias is not None else None,
@@ -68,7 +80,60 @@ def _site(name: str, bias: str | None, weights: Mapping[str, Weight], sections: 
         bias_factors=vector("bias_factors", of_bias.row_factors if of_bias is not None else None, "<f4"),
         column_factors=vector("column_factors", origin.column_factors, "<f4"),
         column_order=vector("column_order", origin.column_order, "<i4"),
+        experts=experts,
+        heads=heads,
+        transposed=origin.transposed_heads > 0,
     )
+
+
+def _has_factors(origin: Origin) -> bool:
+    vectors = origin.row_factors, origin.column_factors, origin.column_order
+    return any(vector is not None for vector in vectors)
+
+
+def _rows_of_each(rows: Sequence[tuple[str, torch.Tensor]], experts: int) -> Sequence[tuple[str, torch.Tensor]] | None:
+    """The rows of one expert's matrix, with `{}` for its number in names; None if experts differ in more than that.
+
+    Args:
+        rows: rows of the matrices of all experts, one after another.
+        experts: number of the matrices.
+    """
+    height = sum(len(own) for _, own in rows) // experts
+    matrices: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(experts)]
+    place = 0
+    for tensor, own in rows:
+        while len(own):
+            expert, inside = divmod(place, height)
+            part, own = own[: height - inside], own[height - inside :]
+            matrices[expert].append((tensor, part))
+            place += len(part)
+    if experts < 2 or len({len(matrix) for matrix in matrices}) > 1:
+        return None
+    found: list[tuple[str, torch.Tensor]] = []
+    for same in zip(*matrices, strict=True):
+        name, (_, first) = _name_of_each([tensor for tensor, _ in same]), same[0]
+        step = 0 if name is None or EXPERT in name else height
+        if name is None or not all(torch.equal(part, first + step * expert) for expert, (_, part) in enumerate(same)):
+            return None
+        found.append((name, first))
+    return found
+
+
+def _name_of_each(tensors: Sequence[str]) -> str | None:
+    """The name of a tensor of each expert, with `{}` for its number; None if there is none.
+
+    Args:
+        tensors: name of each expert's tensor; all are the same if the tensor has the matrices of all experts.
+    """
+    if len(set(tensors)) == 1:
+        return tensors[0]
+    parts = tensors[0].split(".")
+    for place, part in enumerate(parts):
+        name = ".".join((*parts[:place], EXPERT, *parts[place + 1 :]))
+        same = all(tensor == name.replace(EXPERT, str(expert)) for expert, tensor in enumerate(tensors))
+        if part == "0" and same and name.endswith(".weight"):
+            return name
+    return None
 
 
 def _have_same_rows(weight: Origin, bias: Origin) -> bool:

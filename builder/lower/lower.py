@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import onnx_ir as ir
 
-from enginewright.adapter_plan import linear_weight
+from enginewright.adapter_plan import has_several, linear_weight
 from enginewright.builder.lower.arena import assign_slots, nominal_sizes
 from enginewright.builder.lower.pack import PackedForm
 from enginewright.dtypes import DTYPES
@@ -224,7 +224,8 @@ class _Lowering:
 
     def _adapting(self) -> AdapterLaunches:
         """Makes the launches for adapters of all matrix products that may have some."""
-        inputs = (call.operands["x"] for call in self.calls if linear_weight(call) is not None)
+        layers = (call for call in self.calls if linear_weight(call) is not None and not has_several(call))
+        inputs = (call.operands["x"] for call in layers)
         launches = adapter_launches(self.buffers[one.index][0] for one in inputs if isinstance(one, BufferOperand))
         return AdapterLaunches(
             shrink={dtype: self._named(launch, ADAPTER_SOURCES) for dtype, launch in launches.shrink.items()},

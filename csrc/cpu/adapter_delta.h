@@ -3,24 +3,77 @@
 //   adapter_delta@1  x: f32 or bf16 [rows, K], or i8 with x_scale: f32 [rows, G]; adapters; shrunk: f32
 //   [rows,
 //                    ranks], which only this kernel uses; delta: f32 [rows, N]; gated: 1 if the GEMM's
-//                    epilogue is
+//                    epilogue is. With places: i32 [tokens, top] the site is a layer of experts, and rows
+//                    are copies of tokens, as in experts.h
+//   adapter_rows@1   places; starts: i32 [1, E + 1], as in experts.h; adapters. Groups the rows of a layer of
+//                    experts, before the first of its products.
 //
-// delta has bias + B (A x) of the rows that have an adapter which changes the site; its other rows mean
-// nothing. Products of A are four chains of FMAs over K, which are added in one order, and those of B one
-// chain over the ranks; scales of int8 factors multiply the sums. A row's bits depend on nothing but the row
-// and its adapter, whether it passes the factors alone or with others of its adapter.
+// delta has bias + B (A x) of the rows that have an adapter which changes the site, and their expert; its
+// other rows mean nothing. Products of A are four chains of FMAs over K, which are added in one order, and
+// those of B one chain over the ranks; scales of int8 factors multiply the sums. A row's bits depend on
+// nothing but the row and its adapter, whether it passes the factors alone or with others of its adapter.
 //
 // A decode step of one sequence has hundreds of these calls of some microseconds, so barriers would be most
 // of their time. Each thread computes the columns that it then multiplies in the GEMM (gemm_kernel.h), which
-// can follow without a barrier. If few rows have adapters, each thread also computes all of A x for itself.
+// can follow without a barrier, unless its threads share experts. If few rows have adapters, each thread also
+// computes all of A x for itself.
 #pragma once
 
 #include "adapters.h"
+#include "experts.h"
 #include "operands.h"
 #include "rows.h"
 
 namespace enginewright {
 namespace {
+
+inline void require_adapted_rows(const Operand& rows) {
+  static_assert(kTokens == 0 && kLogitRows == 2);
+  require(rows.rows == Linear{0, {1}} || rows.rows == Linear{0, {0, 0, 1}},
+          "'" + rows.label + "' must have a row for each token, or for each row of logits");
+}
+
+// The operand `places` of a layer of experts.
+inline const Operand& adapted_places(const Operands& operands, const Adapters& adapters) {
+  const Operand& places = buffer(operands, "places", DType::i32);
+  require_adapted_rows(places);
+  require(places.max_rows * places.columns <= adapters.expert_rows().max_rows(),
+          "'places' has more rows than adapters have room for");
+  return places;
+}
+
+// How tokens' copies are grouped is in the Adapters, for the products that follow.
+class GroupAdapterRows final : public Kernel {
+ public:
+  GroupAdapterRows(const Operands& operands, const Attributes& attributes)
+      : places_(adapted_places(operands, *adapters_of(operands, "adapters"))),
+        starts_(buffer(operands, "starts", DType::i32)),
+        adapters_(adapters_of(operands, "adapters")),
+        experts_(adapters_->site(operand(operands, "adapters").site).experts),
+        logit_rows_(places_.rows.factors[kLogitRows] != 0) {
+    require_known(operands, attributes, {"places", "starts", "adapters"}, {});
+    require(experts_ > 0, "'adapters' are of no layer of experts");
+    require(starts_.max_rows == 1, "'starts' must have one row");
+    require_columns(starts_, experts_ + 1);
+  }
+
+  bool is_idle() const override { return !adapters_->is_active(); }
+  void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }
+  Work work(const Sizes& sizes) const override { return touched({&places_, &starts_}, sizes); }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    if (worker.index != 0) return;
+    adapters_->expert_rows().group(adapters_->rows(logit_rows_).slots(), places_.as<const int32_t>(),
+                                   places_.stride, places_.rows.at(sizes), places_.columns,
+                                   starts_.as<const int32_t>(), experts_);
+  }
+
+ private:
+  const Operand places_, starts_;
+  Adapters* const adapters_;
+  const int64_t experts_;
+  const bool logit_rows_;
+};
 
 template <class S>
 class AdapterDelta final : public Kernel {
@@ -32,9 +85,11 @@ class AdapterDelta final : public Kernel {
         delta_(matrix(operands, "delta", DType::f32)),
         adapters_(adapters_of(operands, "adapters")),
         site_(operand(operands, "adapters").site),
+        experts_(adapters_->site(site_).experts),
         logit_rows_(x_.rows.factors[kLogitRows] != 0),
         gated_(integer(attributes, "gated", 0, 1) != 0) {
-    require_known(operands, attributes, {"x", "x_scale", "adapters", "shrunk", "delta"}, {"group", "gated"});
+    require_known(operands, attributes, {"x", "x_scale", "places", "adapters", "shrunk", "delta"},
+                  {"group", "gated"});
     require(x_.kind == Operand::Kind::arena, "'x' must be a buffer");
     const AdapterSite& site = adapters_->site(site_);
     require_columns(x_, site.columns);
@@ -42,9 +97,14 @@ class AdapterDelta final : public Kernel {
     require(shrunk_.columns >= adapters_->max_rank(), "'shrunk' has fewer columns than adapters have ranks");
     require_same_rows(x_, shrunk_);
     require_same_rows(x_, delta_);
-    require(x_.rows == (logit_rows_ ? Linear{0, {0, 0, 1}} : Linear{0, {1}}),
-            "'x' must have a row for each token, or for each row of logits");
-    static_assert(kTokens == 0 && kLogitRows == 2);
+    require((operands.count("places") != 0) == (experts_ != 0), "'places' belong to layers of experts");
+    if (experts_ == 0) {
+      require_adapted_rows(x_);
+    } else {
+      const Operand& places = adapted_places(operands, *adapters_);
+      require_copies(x_, places, places.columns);
+      top_ = places.columns;
+    }
     if (x_.dtype == DType::i8) {
       const Operand& scale = matrix(operands, "x_scale", DType::f32);
       require_same_rows(x_, scale);
@@ -60,22 +120,27 @@ class AdapterDelta final : public Kernel {
   }
 
   bool is_idle() const override { return !adapters_->is_active(); }
-  bool needs_barrier_after() const override { return false; }
+  bool needs_barrier_after() const override { return experts_ != 0; }
   int64_t scratch_bytes() const override { return (kTile * x_stride() + kOwnRows * shrunk_.columns) * 4; }
   void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }
 
   Work work(const Sizes& sizes) const override {
     Work work;
-    for (const AdapterGroup& group : groups()) {
+    for (const AdapterGroup& group : adapters_->rows(logit_rows_).groups()) {
       const SiteAdapter& change = adapters_->at(site_, group.slot);
-      int64_t numbers = change.rank * x_.columns;
-      work.weight_bytes += numbers * change.a.element_bytes();
+      int64_t numbers = change.rank * x_.columns, bytes = numbers * change.a.element_bytes();
       for (const AdapterPiece& piece : change.pieces) {
         numbers += piece.count * piece.rank;
-        work.weight_bytes += piece.count * piece.rank * piece.b.element_bytes();
+        bytes += piece.count * piece.rank * piece.b.element_bytes();
       }
-      work.fp32_ops += 2 * numbers * group.count;
-      work.activation_bytes += group.count * (x_.columns * bytes_of(x_.dtype) + delta_.columns * 4);
+      const int64_t rows = group.count * top_;
+      int64_t matrices = 1;
+      if (experts_ != 0) {  // which ones is known only when it runs: as if all were changed, each row another
+        matrices = rows < experts_ ? rows : experts_;
+      }
+      work.weight_bytes += bytes * matrices;
+      work.fp32_ops += 2 * numbers * rows;
+      work.activation_bytes += rows * (x_.columns * bytes_of(x_.dtype) + delta_.columns * 4);
     }
     (void)sizes;
     return work;
@@ -159,7 +224,9 @@ class AdapterDelta final : public Kernel {
     for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(Element)}) S::prefetch_l2(p + i);
   }
 
-  const std::vector<AdapterGroup>& groups() const { return adapters_->rows(logit_rows_).groups(); }
+  const std::vector<AdapterGroup>& groups() const {
+    return experts_ == 0 ? adapters_->rows(logit_rows_).groups() : adapters_->expert_rows().groups();
+  }
 
   int64_t num_rows() const {
     int64_t rows = 0;
@@ -178,11 +245,17 @@ class AdapterDelta final : public Kernel {
     }
   }
 
+  // Blocks of 16 ranks of a group's A; 0 if its expert is not changed.
+  int64_t blocks_of(const AdapterGroup& group) const {
+    const SiteAdapter& change = adapters_->at(site_, group.slot);
+    return change.matrix_of(group.expert) < 0 ? 0 : change.rank / 16;
+  }
+
   // An item is A x of a tile of rows and of 16 ranks.
   int64_t num_items() const {
     int64_t items = 0;
     for (const AdapterGroup& group : groups()) {
-      items += (group.count / kTile + group.count % kTile) * (adapters_->at(site_, group.slot).rank / 16);
+      items += (group.count / kTile + group.count % kTile) * blocks_of(group);
     }
     return items;
   }
@@ -192,7 +265,9 @@ class AdapterDelta final : public Kernel {
     int64_t begin = 0;  // the first item of a tile
     for (const AdapterGroup& group : groups()) {
       const SiteAdapter& change = adapters_->at(site_, group.slot);
-      const int64_t blocks = change.rank / 16;
+      const int64_t blocks = blocks_of(group);
+      if (blocks == 0) continue;
+      const FactorMatrix a = change.a.at(change.matrix_of(group.expert), change.rank, x_.columns);
       for_tiles(group, [&](const int32_t* rows, int count) {
         const int64_t first = items.begin > begin ? items.begin - begin : 0;
         const int64_t last = items.end - begin < blocks ? items.end - begin : blocks;
@@ -200,15 +275,15 @@ class AdapterDelta final : public Kernel {
         if (first >= last) return;
         for (int i = 0; i < count; ++i) expand_x(rows[i], x + i * x_stride());
         for (int64_t block = first; block < last; ++block) {
-          shrink_block(change, block, rows, count, x, shrunk);
+          shrink_block(a, block, rows, count, x, shrunk);
         }
       });
     }
   }
 
-  void shrink_block(const SiteAdapter& change, int64_t block, const int32_t* rows, int count, const float* x,
-                    const Shrunk& shrunk) const {
-    with_factor(change.a, block * x_.columns * 16, [&](auto factor, const auto* a) {
+  void shrink_block(const FactorMatrix& factors, int64_t block, const int32_t* rows, int count,
+                    const float* x, const Shrunk& shrunk) const {
+    with_factor(factors, block * x_.columns * 16, [&](auto factor, const auto* a) {
       F sums[kTile];
       if (count == 1) {
         shrink_row<decltype(factor)>(a, x, sums);
@@ -216,7 +291,7 @@ class AdapterDelta final : public Kernel {
         shrink_rows<decltype(factor)>(a, x, sums);
       }
       for (int i = 0; i < count; ++i) {
-        if (change.a.scale != nullptr) sums[i] = S::mul(sums[i], S::load(change.a.scale + block * 16));
+        if (factors.scale != nullptr) sums[i] = S::mul(sums[i], S::load(factors.scale + block * 16));
         S::store(shrunk.at(rows + i) + block * 16, sums[i]);
       }
     });
@@ -279,8 +354,11 @@ class AdapterDelta final : public Kernel {
   void expand(Range columns, const Shrunk& shrunk) const {
     for (const AdapterGroup& group : groups()) {
       const SiteAdapter& change = adapters_->at(site_, group.slot);
+      const int64_t matrix = change.matrix_of(group.expert);
+      if (matrix < 0) continue;
       for_tiles(group, [&](const int32_t* rows, int count) {
-        for (const AdapterPiece& piece : change.pieces) {
+        for (AdapterPiece piece : change.pieces) {
+          piece.b = piece.b.at(matrix, piece.count, piece.rank);
           const int64_t begin = columns.begin - piece.begin, end = columns.end - piece.begin;
           const int64_t last = ((end < piece.count ? end : piece.count) + 15) / 16;
           for (int64_t block = begin > 0 ? begin / 16 : 0; block < last; block += kTile) {
@@ -301,8 +379,8 @@ class AdapterDelta final : public Kernel {
     Range columns;  // the thread's own
   };
 
-  // Up to kTile blocks from `block` on, of one row or of kTile rows. b: B from that block on. Each sum is one
-  // chain over the ranks.
+  // Up to kTile blocks from `block` on, of one row or of kTile rows. b: B from that block on. Each sum is
+  // one chain over the ranks.
   template <class Factor>
   void expand_tile(const Part& part, const int32_t* rows, int count, int64_t block, int64_t blocks,
                    const typename Factor::Element* b, const Shrunk& shrunk) const {
@@ -358,7 +436,8 @@ class AdapterDelta final : public Kernel {
 
   const Operand x_, shrunk_, delta_;
   Adapters* const adapters_;
-  const int64_t site_;
+  const int64_t site_, experts_;    // experts_: 0 if the site is no layer of experts
+  int64_t top_ = 1;                 // rows of a token
   const bool logit_rows_, gated_;   // gated: columns n and N/2 + n are multiplied by one thread
   const float* x_scale_ = nullptr;  // null: x is float
   int64_t x_scale_stride_ = 0, group_ = 0;

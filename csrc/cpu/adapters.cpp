@@ -1,5 +1,6 @@
 #include "adapters.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "operands.h"
@@ -40,7 +41,7 @@ void AdapterRows::arrange(int64_t count) {
   int64_t begin = 0;
   for (size_t slot = 0; slot < next_.size(); ++slot) {
     const int64_t rows = next_[slot];
-    if (rows > 0) groups_.push_back({static_cast<int32_t>(slot), order_.data() + begin, rows});
+    if (rows > 0) groups_.push_back({static_cast<int32_t>(slot), 0, order_.data() + begin, rows});
     next_[slot] = begin;
     begin += rows;
   }
@@ -51,8 +52,52 @@ void AdapterRows::arrange(int64_t count) {
   }
 }
 
+ExpertRows::ExpertRows(int64_t max_rows, int64_t num_slots)
+    : slots_(static_cast<size_t>(max_rows)),
+      order_(static_cast<size_t>(max_rows)),
+      next_(static_cast<size_t>(num_slots)) {
+  groups_.reserve(static_cast<size_t>(max_rows));
+}
+
+void ExpertRows::group(const int32_t* slots, const int32_t* places, int64_t stride, int64_t tokens,
+                       int64_t top, const int32_t* starts, int64_t experts) {
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int32_t* own = places + token * stride;
+    for (int64_t i = 0; i < top; ++i) slots_[static_cast<size_t>(own[i])] = slots[token];
+  }
+  groups_.clear();
+  int64_t place = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    place = group_expert(static_cast<int32_t>(e), starts[e], starts[e + 1], place);
+  }
+}
+
+// The groups of an expert are in the order of their first rows, and rows in their own order.
+int64_t ExpertRows::group_expert(int32_t expert, int32_t begin, int32_t end, int64_t place) {
+  const size_t first = groups_.size();
+  for (int32_t row = begin; row < end; ++row) {
+    const int32_t slot = slots_[static_cast<size_t>(row)];
+    if (slot < 0) continue;
+    if (next_[static_cast<size_t>(slot)]++ == 0) groups_.push_back({slot, expert, nullptr, 0});
+  }
+  for (size_t i = first; i < groups_.size(); ++i) {
+    AdapterGroup& group = groups_[i];
+    int64_t& next = next_[static_cast<size_t>(group.slot)];
+    group.count = next;
+    group.rows = order_.data() + place;
+    next = place;
+    place += group.count;
+  }
+  for (int32_t row = begin; row < end; ++row) {
+    const int32_t slot = slots_[static_cast<size_t>(row)];
+    if (slot >= 0) order_[static_cast<size_t>(next_[static_cast<size_t>(slot)]++)] = row;
+  }
+  for (size_t i = first; i < groups_.size(); ++i) next_[static_cast<size_t>(groups_[i].slot)] = 0;
+  return place;
+}
+
 Adapters::Adapters(std::vector<AdapterSite> sites, int64_t num_slots, int64_t max_rank, int64_t max_tokens,
-                   int64_t max_logit_rows)
+                   int64_t max_logit_rows, int64_t max_top)
     : sites_(std::move(sites)),
       max_rank_(max_rank),
       loaded_((require(0 < num_slots && num_slots <= kMaxSlots, "there must be 1 to 65536 slots"),
@@ -64,12 +109,19 @@ Adapters::Adapters(std::vector<AdapterSite> sites, int64_t num_slots, int64_t ma
       of_logit_rows_((require(0 < max_logit_rows && max_logit_rows < int64_t{1} << 31,
                               "the number of rows of logits is out of range"),
                       max_logit_rows),
-                     num_slots) {
+                     num_slots),
+      of_experts_((require(0 <= max_top && max_top < int64_t{1} << 31 &&
+                               max_top * std::max(max_tokens, max_logit_rows) < int64_t{1} << 31,
+                           "there are more rows of experts than int32 counts"),
+                   max_top * std::max(max_tokens, max_logit_rows)),
+                  num_slots) {
   require(0 < max_rank && max_rank <= 1 << 20 && max_rank % 16 == 0, "the rank must be a multiple of 16");
   for (const AdapterSite& site : sites_) {
     require(
         0 < site.rows && site.rows < int64_t{1} << 31 && 0 < site.columns && site.columns < int64_t{1} << 31,
         "a site has no size");
+    require(0 <= site.experts && site.experts < int64_t{1} << 20,
+            "a site has an impossible number of experts");
   }
 }
 
@@ -91,6 +143,12 @@ void Adapters::load(int64_t slot, std::vector<SiteAdapter> changes) {
     require(0 <= change.rank && change.rank <= max_rank_ && change.rank % 16 == 0,
             "an adapter has rank " + std::to_string(change.rank) + ", and at most " +
                 std::to_string(max_rank_) + " is possible");
+    const auto experts = static_cast<size_t>(sites_[i].experts);
+    if (!change.pieces.empty()) {
+      require(change.matrices.size() == experts, "an adapter changes another number of experts");
+    }
+    require(experts == 0 || (change.bias == nullptr && change.gain == nullptr),
+            "adapters of experts have no bias and no gain");
     const bool changes_site = !change.pieces.empty() || change.bias != nullptr || change.gain != nullptr;
     if (changes_site) change.pieces = without_gaps(change, sites_[i]);
   }

@@ -27,8 +27,11 @@ class Finish {
         swish_(gemm.epilogue == Epilogue::swiglu),
         clamped_(gemm.epilogue == Epilogue::swiglu_clamped),
         adapters_(gemm.adapters != nullptr && gemm.adapters->is_active() ? gemm.adapters : nullptr),
-        slots_(adapters_ == nullptr ? nullptr : adapters_->rows(gemm.has_logit_rows).slots()),
+        slots_(adapters_ == nullptr     ? nullptr
+               : gemm.starts != nullptr ? adapters_->expert_rows().slots() + gemm.first_row
+                                        : adapters_->rows(gemm.has_logit_rows).slots()),
         site_(gemm.site),
+        expert_(gemm.expert),
         delta_(gemm.delta),
         delta_stride_(gemm.delta_stride) {}
 
@@ -152,7 +155,7 @@ class Finish {
     const SiteAdapter* change = slot < 0 ? nullptr : &adapters_->at(site_, slot);
     if (change != nullptr && change->gain != nullptr) acc = S::mul(acc, load(change->gain + first, n));
     if (bias_ != nullptr) acc = S::add(acc, c.bias);
-    if (change == nullptr || !change->changes()) return acc;
+    if (change == nullptr || change->matrix_of(expert_) < 0) return acc;
     return S::add(acc, load(delta_ + row * delta_stride_ + first, n));
   }
   // For 16 accumulators alone: out of line with adapters, for the same reason as in blocks().
@@ -207,7 +210,7 @@ class Finish {
   const bool bf16_, gated_, wide_, swish_, clamped_;
   const Adapters* const adapters_;  // null: no row of this step has one
   const int32_t* const slots_;      // of rows
-  const int64_t site_;
+  const int64_t site_, expert_;
   const float* const delta_;
   const int64_t delta_stride_;
 };

@@ -88,11 +88,14 @@ GemmOperands::GemmOperands(const Operands& operands, const Attributes& attribute
 }
 
 void GemmOperands::bind_adapters(const Operands& operands) {
-  require(starts == nullptr, "products of experts have no adapters");
   adapters = adapters_of(operands, "adapters");
   site = operand(operands, "adapters").site;
-  require(adapters->site(site).rows == weight.max_rows && adapters->site(site).columns == weight.columns,
+  const AdapterSite& of = adapters->site(site);
+  require(of.rows == weight.max_rows && of.columns == weight.columns &&
+              of.experts == (starts == nullptr ? 0 : experts),
           "'adapters' are for a weight of another size");
+  require(starts == nullptr || operand(operands, "x").max_rows <= adapters->expert_rows().max_rows(),
+          "'x' has more rows than adapters have room for");
   has_logit_rows = rows.factors[kLogitRows] != 0;
   const Operand& added = matrix(operands, "delta", DType::f32);
   require_same_rows(operand(operands, "x"), added);
@@ -151,6 +154,9 @@ GemmOperands GemmOperands::of_expert(int64_t expert, int64_t row) const {
   one.x.data += bytes_of(x.dtype, row * x.stride);
   one.out.data += bytes_of(out.dtype, row * out.stride);
   one.weight.data += expert * blocks * block_bytes;
+  one.expert = expert;
+  one.first_row = row;
+  if (delta != nullptr) one.delta += row * delta_stride;
   if (x_scale != nullptr) one.x_scale += row * x_scale_stride;
   if (scale != nullptr) one.scale += expert * weight.max_rows;
   if (bias != nullptr) one.bias += expert * weight.max_rows;

@@ -22,7 +22,7 @@
 // rows, scale, zero and bias have 2F, and out [M, F] = act(gate) * up.
 //
 // With adapters and delta: f32 [M, N], rows that have an adapter get what adapters.h says, before the
-// epilogue.
+// epilogue. With starts, too, adapter_rows@1 has grouped them.
 //
 // With starts: i32 [1, E + 1] the weight is E matrices, and scales, zeros and biases are E times as many, one
 // after the other; rows [starts[e], starts[e + 1]) of x meet the e-th (experts.h).
@@ -75,6 +75,7 @@ struct GemmOperands {
   const Adapters* adapters = nullptr;     // null: none
   int64_t site = 0;                       // of the adapters
   bool has_logit_rows = false;            // rows are those of logits
+  int64_t expert = 0, first_row = 0;      // of experts, one of them, and the first of its rows
   const float* delta = nullptr;           // of rows with an adapter
   int64_t delta_stride = 0;
   int64_t k_pad = 0;              // columns of x and weight that are read

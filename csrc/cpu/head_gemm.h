@@ -2,7 +2,8 @@
 //
 //   head_gemm_bf16@1  x: bf16 [M, heads * K], weight: bf16 r16 [heads * N, K], N a multiple of 16, out: f32
 //   or
-//                     bf16 [M, heads * N]; head h of out = head h of x · rows h * N … of weightᵀ
+//                     bf16 [M, heads * N]; head h of out = head h of x · rows h * N … of weightᵀ; with
+//                     adapters and delta: f32 [M, heads * N], plus that (head_adapters.h)
 //
 // What multiplies is the instruction set's own product of gemm_bf16@1 (gemm_kernel.h), on the columns and
 // rows of a head: gemm.h and its like say why a row of the result has the same bits in any batch. Threads
@@ -19,7 +20,7 @@ template <class Product>
 class HeadGemm final : public Kernel {
  public:
   HeadGemm(const Operands& operands, const Attributes& attributes) {
-    require_known(operands, attributes, {"x", "weight", "out"}, {"heads"});
+    require_known(operands, attributes, {"x", "weight", "out", "adapters", "delta"}, {"heads"});
     const int64_t heads = integer(attributes, "heads", 1, 1 << 16);
     const Operand &x = matrix(operands, "x", DType::bf16), &weight = operand(operands, "weight"),
                   &out = float_matrix(operands, "out");
@@ -46,7 +47,9 @@ class HeadGemm final : public Kernel {
       own_out.pad = head == heads - 1 ? out.pad : 0;
       heads_.emplace_back(Operands{{"x", own_x}, {"weight", own_weight}, {"out", own_out}},
                           Attributes{{"epilogue", "none"}}, Product::x_dtype, Product::weight_dtype);
+      heads_.back().expert = head;
     }
+    if (operands.count("adapters") != 0) bind_adapters(operands, {rows, weight.columns, heads});
   }
 
   int64_t scratch_bytes() const override { return Product(heads_.front()).scratch_bytes(); }
@@ -73,6 +76,24 @@ class HeadGemm final : public Kernel {
   }
 
  private:
+  void bind_adapters(const Operands& operands, const AdapterSite& site) {
+    const Operand& delta = matrix(operands, "delta", DType::f32);
+    require_same_rows(operand(operands, "x"), delta);
+    require_columns(delta, site.experts * site.rows);
+    Adapters* const adapters = adapters_of(operands, "adapters");
+    const int64_t index = operand(operands, "adapters").site;
+    const AdapterSite& of = adapters->site(index);
+    require(of.rows == site.rows && of.columns == site.columns && of.experts == site.experts,
+            "'adapters' are for a weight of another size");
+    for (GemmOperands& head : heads_) {
+      head.adapters = adapters;
+      head.site = index;
+      head.has_logit_rows = head.rows.factors[kLogitRows] != 0;
+      head.delta = delta.as<const float>() + head.expert * site.rows;
+      head.delta_stride = delta.stride;
+    }
+  }
+
   std::vector<GemmOperands> heads_;
 };
 

@@ -83,24 +83,31 @@ class PyAdapters {
   using Vector = std::optional<py::buffer>;
   using Factor = std::pair<py::buffer, Vector>;  // a matrix, and scales of its rows if it is int8
   using Piece = std::tuple<int64_t, int64_t, int64_t, int64_t, Factor>;
-  using Change = std::tuple<int64_t, int64_t, Factor, std::vector<Piece>, Vector, Vector>;
+  using Change = std::tuple<int64_t, int64_t, Factor, std::vector<Piece>, Vector, Vector,
+                            std::vector<int64_t>, std::string>;
+  using Site = std::tuple<int64_t, int64_t, int64_t>;
 
-  PyAdapters(const std::vector<std::pair<int64_t, int64_t>>& sites, int64_t num_slots, int64_t max_rank,
-             int64_t max_tokens, int64_t max_logit_rows)
-      : adapters_(sites_of(sites), num_slots, max_rank, max_tokens, max_logit_rows) {}
+  PyAdapters(const std::vector<Site>& sites, int64_t num_slots, int64_t max_rank, int64_t max_tokens,
+             int64_t max_logit_rows, int64_t max_top)
+      : adapters_(sites_of(sites), num_slots, max_rank, max_tokens, max_logit_rows, max_top) {}
 
   void load(int64_t slot, const std::vector<Change>& changes) {
     std::vector<SiteAdapter> all(static_cast<size_t>(adapters_.num_sites()));
     std::vector<py::buffer_info> owners;
-    for (const auto& [index, rank, a, pieces, bias, gain] : changes) {
+    for (const auto& [index, rank, a, pieces, bias, gain, experts, shared] : changes) {
       const AdapterSite& site = adapters_.site(index);
       SiteAdapter& change = all[static_cast<size_t>(index)];
       require(0 <= rank && rank % 16 == 0, "the rank of an adapter must be a multiple of 16");
       change.rank = rank;
-      change.a = matrix(a, rank, site.columns, owners);
+      change.matrices = matrices_of(experts, site.experts);
+      const int64_t matrices = site.experts == 0 ? 1 : static_cast<int64_t>(experts.size());
+      change.a = matrix(a, shared == "a" ? 1 : matrices, rank, site.columns, owners);
+      change.a.is_shared = shared == "a";
       for (const auto& [begin, count, piece_rank, first_rank, b] : pieces) {
         require(count > 0 && piece_rank > 0, "a piece of an adapter is empty");
-        change.pieces.push_back({begin, count, piece_rank, first_rank, matrix(b, count, piece_rank, owners)});
+        FactorMatrix factor = matrix(b, shared == "b" ? 1 : matrices, count, piece_rank, owners);
+        factor.is_shared = shared == "b";
+        change.pieces.push_back({begin, count, piece_rank, first_rank, factor});
       }
       if (bias) change.bias = numbers<float>(*bias, site.rows, owners);
       if (gain) change.gain = numbers<float>(*gain, site.rows, owners);
@@ -117,21 +124,36 @@ class PyAdapters {
   Adapters& adapters() { return adapters_; }
 
  private:
-  static std::vector<AdapterSite> sites_of(const std::vector<std::pair<int64_t, int64_t>>& sizes) {
+  static std::vector<AdapterSite> sites_of(const std::vector<Site>& sizes) {
     std::vector<AdapterSite> sites;
-    for (const auto& [rows, columns] : sizes) sites.push_back({rows, columns});
+    for (const auto& [rows, columns, experts] : sizes) sites.push_back({rows, columns, experts});
     return sites;
   }
 
-  static FactorMatrix matrix(const Factor& factor, int64_t rows, int64_t columns,
+  // Of each of `count` experts the index in `experts`, or -1.
+  static std::vector<int32_t> matrices_of(const std::vector<int64_t>& experts, int64_t count) {
+    std::vector<int32_t> matrices(static_cast<size_t>(count), -1);
+    for (size_t index = 0; index < experts.size(); ++index) {
+      const int64_t expert = experts[index];
+      require(0 <= expert && expert < count, "an adapter changes expert " + std::to_string(expert) +
+                                                 ", and its layer has " + std::to_string(count));
+      int32_t& matrix = matrices[static_cast<size_t>(expert)];
+      require(matrix == -1, "an adapter changes an expert twice");
+      matrix = static_cast<int32_t>(index);
+    }
+    return matrices;
+  }
+
+  // `matrices` of them, one after the other.
+  static FactorMatrix matrix(const Factor& factor, int64_t matrices, int64_t rows, int64_t columns,
                              std::vector<py::buffer_info>& owners) {
     const auto& [data, scale] = factor;
-    const int64_t count = checked_mul(round_up(rows, 16), columns);
+    const int64_t count = checked_mul(checked_mul(matrices, round_up(rows, 16)), columns);
     if (!scale) {
       return {reinterpret_cast<const std::byte*>(numbers<uint16_t>(data, count, owners)), nullptr};
     }
     const auto* codes = reinterpret_cast<const std::byte*>(numbers<int8_t>(data, count, owners));
-    return {codes, numbers<float>(*scale, rows, owners)};
+    return {codes, numbers<float>(*scale, checked_mul(matrices, rows), owners)};
   }
 
   template <class T>
@@ -370,9 +392,9 @@ void bind_executor(py::module_& module) {
           },
           py::arg("adapters"), py::arg("site"));
   py::class_<PyAdapters>(module, "Adapters")
-      .def(py::init<const std::vector<std::pair<int64_t, int64_t>>&, int64_t, int64_t, int64_t, int64_t>(),
+      .def(py::init<const std::vector<PyAdapters::Site>&, int64_t, int64_t, int64_t, int64_t, int64_t>(),
            py::arg("sites"), py::arg("num_slots"), py::arg("max_rank"), py::arg("max_tokens"),
-           py::arg("max_logit_rows"))
+           py::arg("max_logit_rows"), py::arg("max_top"))
       .def("load", &PyAdapters::load, py::arg("slot"), py::arg("changes"))
       .def("unload", &PyAdapters::unload, py::arg("slot"));
   py::class_<PyExecutor>(module, "Executor")

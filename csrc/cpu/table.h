@@ -13,6 +13,7 @@
 #include "gemm_a8.h"
 #include "gemm_fma.h"
 #include "gemm_kernel.h"
+#include "head_adapters.h"
 #include "head_gemm.h"
 #include "kernel.h"
 #include "latent_write.h"
@@ -57,6 +58,7 @@ KernelTable make_table(KernelTable table) {
   table.insert({
       {"activation@1", make_kernel<Activation<S>>},
       {"adapter_delta@1", make_kernel<AdapterDelta<S>>},
+      {"adapter_rows@1", make_kernel<GroupAdapterRows>},
       {"add@1", make_kernel<Add<S>>},
       {"add_rms_norm@1", make_kernel<AddRmsNorm<S>>},
       {"cast@1", make_kernel<Cast<S>>},
@@ -71,6 +73,7 @@ KernelTable make_table(KernelTable table) {
       {"gemm_mxfp4a8@1", make_gemm<GemmMxfp4A8<S>>},
       {"gemm_w4a8@1", make_gemm<GemmW4A8<S>>},
       {"gemm_w8a8@1", make_gemm<GemmW8A8<S>>},
+      {"head_adapter_delta@1", make_kernel<HeadAdapterDelta<S>>},
       {"latent_write@1", make_kernel<LatentWrite<S>>},
       {"layer_norm@1", make_kernel<LayerNorm<S>>},
       {"mean_rows@1", make_kernel<MeanRows<S>>},

@@ -1,11 +1,13 @@
 """The open adapters of an engine."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
-from enginewright.adapter_file import AdapterFile
-from enginewright.errors import UsageError
+from enginewright.adapter_file import PREPARE_AGAIN, AdapterFile
+from enginewright.adapter_sites import Site
+from enginewright.errors import CorruptEngineError, UsageError
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.adapters import check_slot
 from enginewright.runtime.engine import Engine
@@ -21,18 +23,45 @@ def check_adapter(adapter: AdapterFile, engine: Engine, config: RuntimeConfig) -
 
     Raises:
         UsageError: the engine was opened without adapters, or the adapter is another engine's or has a larger rank.
+        CorruptEngineError: it changes what the engine does not have.
     """
     if not config.enable_lora:
         raise UsageError(
             f"the adapter {adapter.name} cannot be used", "the engine was opened without adapters", "Set enable_lora."
         )
     adapter.check_fits(engine.manifest)
+    check_sites(adapter, engine.adapter_sites.sites)
     if adapter.max_rank > config.max_lora_rank:
         raise UsageError(
             f"the adapter {adapter.name} has rank {adapter.max_rank}",
             f"max_lora_rank is {config.max_lora_rank}",
             f"Use --max-lora-rank {adapter.max_rank}.",
         )
+
+
+def check_sites(adapter: AdapterFile, sites: Sequence[Site]) -> None:
+    """Checks that an engine has the sites that an adapter changes.
+
+    Args:
+        adapter: the adapter.
+        sites: the engine's sites.
+
+    Raises:
+        CorruptEngineError: it has not, or they have other matrices.
+    """
+    known = {site.weight: site for site in sites}
+    for weight, change in adapter.sites.items():
+        site, matrices = known.get(weight), change.matrices
+        fits = site is not None and (change.rows, change.columns) == (site.rows, site.columns)
+        if fits and site is not None:
+            experts = matrices if not change.shared else ()
+            heads = len(matrices) if change.shared else 0
+            fits = heads == site.heads and bool(experts) == (site.experts > 0)
+            fits = fits and (not experts or experts[-1] < site.experts)
+        if not fits:
+            raise CorruptEngineError(
+                "the adapter cannot be used", f"the engine has no adapter site {weight} of its form", PREPARE_AGAIN
+            )
 
 
 class Adapters:

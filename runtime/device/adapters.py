@@ -28,6 +28,15 @@ def num_slots(engine: Engine, config: RuntimeConfig) -> int:
     return config.max_loras or default
 
 
+def served_sites(engine: Engine) -> Sequence[Site]:
+    """Lists the layers that adapters can change on the engine's device.
+
+    On a GPU these are the plain linear layers, without those that have a matrix for each expert or head.
+    """
+    sites = engine.adapter_sites.sites
+    return sites if engine.target == CPU else [site for site in sites if not (site.experts or site.heads)]
+
+
 def model_plan(engine: Engine, config: RuntimeConfig) -> Plan:
     """Returns the plan of an engine's own model.
 
@@ -40,7 +49,7 @@ def model_plan(engine: Engine, config: RuntimeConfig) -> Plan:
     """
     if not config.enable_lora:
         return engine.plan
-    sites = engine.adapter_sites.sites
+    sites = served_sites(engine)
     if engine.target != CPU and engine.plan.adapting is None:
         raise UsageError(
             f"{engine.file.path} cannot be used with adapters on a GPU",
@@ -54,7 +63,7 @@ def adapter_bytes(engine: Engine, config: RuntimeConfig) -> int:
     """Computes the bytes of all slots on a GPU. On a CPU, kernels use the factors in the memory of `AdapterFile`."""
     if not config.enable_lora or engine.target == CPU:
         return 0
-    return num_slots(engine, config) * slot_bytes(engine.adapter_sites.sites, config.max_lora_rank)
+    return num_slots(engine, config) * slot_bytes(served_sites(engine), config.max_lora_rank)
 
 
 def aligned(num_bytes: int) -> int:
@@ -116,15 +125,24 @@ def check_slot(adapter: AdapterFile, engine: Engine, config: RuntimeConfig) -> N
     """Checks that an adapter for an engine fits into a slot.
 
     Raises:
-        UsageError: it has other layers than the engine's sites, or more ranks than they may have.
+        UsageError: it has other layers than the engine's sites, or more ranks than they may have; or it changes layers
+            that cannot have adapters on a GPU.
     """
-    by_weight: Mapping[str, Site] = {site.weight: site for site in engine.adapter_sites.sites}
+    by_weight: Mapping[str, Site] = {site.weight: site for site in served_sites(engine)}
+    if engine.target != CPU:
+        several = [site.weight for site in engine.adapter_sites.sites if site.weight not in by_weight]
+        if changed := adapter.sites.keys() & several:
+            raise UsageError(
+                f"the adapter {adapter.name} cannot be used on a GPU",
+                f"it changes {min(changed)}, and layers of experts or of heads can have adapters on CPUs alone",
+                "Merge it at build: engine build --merge ADAPTER.",
+            )
     for weight, change in adapter.sites.items():
         site = by_weight.get(weight)
         if site is None or change.rank > site_rank(site, config.max_lora_rank):
             why = "no adapter can change it" if site is None else f"it has {change.rank} rows of A there"
             raise _no_slot(adapter, f"{why}: {weight}")
-    space = slot_bytes(engine.adapter_sites.sites, config.max_lora_rank)
+    space = slot_bytes(served_sites(engine), config.max_lora_rank)
     if engine.target != CPU and (needed := bytes_in_slot(adapter, len(by_weight))) > space:
         raise _no_slot(adapter, f"it takes {needed} bytes on the GPU, and a slot has {space}")
 

@@ -62,7 +62,8 @@ class StateSlots:
         """View of all layers' bytes, [num_slots, bytes of a slot]."""
 
 _Piece = tuple[int, int, int, int, Any]  # begin, count, rank, first_rank, B
-_Change = tuple[int, int, Any, Sequence[_Piece], Any | None, Any | None]  # site, rank, A, pieces, bias, gain
+# site, rank, A, pieces, bias, gain, experts, "a" or "b" if it is one matrix for all of them
+_Change = tuple[int, int, Any, Sequence[_Piece], Any | None, Any | None, Sequence[int], str]
 
 class Adapters:
     """The adapters that an executor has loaded, in slots (csrc/cpu/adapters.h). ValueError where something does not
@@ -70,11 +71,21 @@ class Adapters:
     """
 
     def __init__(
-        self, sites: Sequence[tuple[int, int]], num_slots: int, max_rank: int, max_tokens: int, max_logit_rows: int
+        self,
+        sites: Sequence[tuple[int, int, int]],
+        num_slots: int,
+        max_rank: int,
+        max_tokens: int,
+        max_logit_rows: int,
+        max_top: int,
     ) -> None:
-        """sites: rows and columns of each linear layer's weight. max_rank: rows of A, a multiple of 16."""
+        """sites: rows and columns of each linear layer's weight, or of one of its matrices; and their number, or 0.
+        max_rank: rows of A, a multiple of 16. max_top: experts of a token.
+        """
     def load(self, slot: int, changes: Sequence[_Change]) -> None:
-        """Loads an adapter between two steps. Buffers are kept alive: A and B as bits of bf16, bias and gain as f32."""
+        """Loads an adapter between two steps. Buffers are kept alive: A and B as bits of bf16, bias and gain as f32.
+        A and B of a layer of experts or heads are as many matrices as are named, in the same order.
+        """
 
     def unload(self, slot: int) -> None: ...
 

@@ -6,6 +6,8 @@ matrices. A row of a site's result is
     acc · gain + bias of the engine + bias + Σ B (A x)
 
 over the pieces that the row is in, before the epilogue: acc is the engine's product with its scales, and x its input.
+In a layer of experts, A and B are a matrix for each expert that the adapter changes; in one of heads, one of them is a
+matrix for each head, and the other one is for all.
 docs/engine-file.md specifies the format.
 """
 
@@ -25,6 +27,7 @@ ADAPTER = "adapter.json"  # name of the section that lists the sites
 MAX_RANK = 320  # rank of a layer's matrices
 MAX_INVOCATION_TOKENS = 256  # tokens that invoke an adapter
 RANK_ALIGN = 16  # ranks of a site are padded with zero rows of A to a multiple of this
+SharedFactor = Literal["", "a", "b"]  # a factor that is one matrix where the others are several
 FactorDType = Literal["bf16", "i8"]  # dtypes of A and B
 PREPARE_AGAIN = "Prepare it again with `engine adapter`."
 
@@ -42,24 +45,30 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     """A site that an adapter changes."""
 
     weight: str  # name of the site's weight in the plan
-    rows: int  # rows of the weight, N
+    rows: int  # rows of the weight, or of an expert's matrix, N
     columns: int  # columns of the weight, K
     rank: int  # rows of A, R, a multiple of RANK_ALIGN; 0: there is no A
     pieces: tuple[PieceEntry, ...]  # pieces, in the order of their rows, none of which is in two
     dtype: FactorDType = "bf16"  # dtype of A and B; those in "i8" have a scale for each row
     bias: bool = False  # True if something is added to the bias
     gain: bool = False  # True if rows of the engine's product have factors (DoRA)
+    experts: tuple[int, ...] = ()  # experts that are changed, ascending, in a layer of experts; empty: it is none
+    heads: int = 0  # matrices of a layer of heads; 0: it is none
+    shared: SharedFactor = ""  # the factor that all heads share; "": there are no heads
 
     def forms(self) -> Mapping[str, tuple[str, tuple[int, ...], str]]:
         """Lists its sections with their dtype, shape and layout."""
         name = f"{WEIGHTS}{self.weight}"
         forms: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        of_each = (len(self.experts) or self.heads,) if self.experts or self.heads else ()
         factors = {f"{name}.a": (self.rank, self.columns)} if self.rank else {}
         factors |= {f"{name}.b{number}": (piece.count, piece.rank) for number, piece in enumerate(self.pieces)}
         for factor, shape in factors.items():
-            forms[factor] = self.dtype, shape, "r16_columns"
+            kind = factor.removeprefix(f"{name}.")[0]
+            matrices = of_each if kind != self.shared else ()
+            forms[factor] = self.dtype, (*matrices, *shape), "r16_columns"
             if self.dtype == "i8":
-                forms[f"{factor}_scale"] = "f32", shape[:1], "plain"
+                forms[f"{factor}_scale"] = "f32", (*matrices, shape[0]), "plain"
         vectors = [kind for kind, is_there in (("bias", self.bias), ("gain", self.gain)) if is_there]
         return forms | {f"{name}.{kind}": ("f32", (self.rows,), "plain") for kind in vectors}
 
@@ -73,6 +82,16 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
         _require(all(0 < size <= MAX_BYTES for size in sizes), f"{self.weight} has an impossible shape")
         possible = 0 <= self.rank <= MAX_BYTES and self.rank % RANK_ALIGN == 0 and bool(self.pieces) == (self.rank > 0)
         _require(possible, f"{self.weight} has rank {self.rank} and {len(self.pieces)} pieces")
+        experts = self.experts
+        ascending = list(experts) == sorted(set(experts)) and all(0 <= expert <= MAX_BYTES for expert in experts)
+        _require(ascending, f"{self.weight} does not have its experts in order")
+        several = bool(experts) or self.heads > 0
+        _require(
+            not (several and (self.bias or self.gain)), f"{self.weight} has several matrices, and a bias or a gain"
+        )
+        fits = 0 <= self.heads <= MAX_BYTES and (self.heads > 0) == bool(self.shared) and not (experts and self.heads)
+        fits = fits and (self.rank > 0 or not self.heads)
+        _require(fits, f"{self.weight} has {self.heads} heads")
         end = 0
         for piece in self.pieces:
             _require(0 < piece.rank <= MAX_RANK, f"{self.weight} has a piece of rank {piece.rank}")
@@ -120,7 +139,10 @@ class AdapterEntries(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
 
 class Factor(NamedTuple):
-    """A or B, as r16_columns: (n, k) at (n // 16 · columns + k) · 16 + n % 16, with rows padded with zeros."""
+    """A or B, as r16_columns: (n, k) at (n // 16 · columns + k) · 16 + n % 16, with rows padded with zeros.
+
+    In a layer of experts they are a matrix for each changed expert, one after another.
+    """
 
     data: memoryview  # BFLOAT16, or INT8 if there are scales
     scale: memoryview | None = None  # FLOAT [rows], factors of the rows; None: there are none
@@ -139,15 +161,17 @@ class AdapterPiece:
 
 @dataclass(frozen=True)
 class SiteAdapter:
-    """The changes of one linear layer of the plan."""
+    """The changes of one linear layer of the plan, or of a layer of experts."""
 
-    rows: int  # rows of the layer's weight, N
+    rows: int  # rows of the layer's weight, or of an expert's matrix, N
     columns: int  # columns of the layer's weight, K
     rank: int  # rows of A, R, a multiple of RANK_ALIGN; 0: there is no A
     a: Factor  # A, [R, K]; empty if there is none
     pieces: tuple[AdapterPiece, ...]  # pieces, in the order of their rows, none of which is in two
     bias: memoryview | None  # FLOAT [N], added to the bias of the engine; None: nothing is
     gain: memoryview | None  # FLOAT [N], factors of the engine's product without its bias; None: all are 1
+    matrices: tuple[int, ...] = ()  # experts, ascending, or heads, that A and B have matrices for; empty: it has one
+    shared: SharedFactor = ""  # the factor that is one matrix for all heads; "": there is none
 
 
 class AdapterFile:
@@ -218,8 +242,11 @@ class AdapterFile:
             )
         for weight, site in self.sites.items():
             form = engine.sections.get(f"{WEIGHTS}{weight}")
-            fits = form is not None and form.shape == (site.rows, site.columns)
+            shape = () if form is None or form.shape is None else form.shape
+            heads, experts = (len(site.matrices), ()) if site.shared else (1, site.matrices)
+            fits = len(shape) == (3 if experts else 2) and shape[-2:] == (heads * site.rows, site.columns)
             _require(fits, f"the engine has no {weight} of {site.rows} × {site.columns}")
+            _require(not experts or experts[-1] < shape[0], f"{weight} has no expert {experts[-1:]}")
 
     def first_position(self, prompt: Sequence[int]) -> int:
         """Finds the first position of a prompt that has the adapter: where it is invoked last, or the first one.
@@ -266,7 +293,8 @@ class AdapterFile:
         )
         bias = views.pop(0) if entry.bias else None
         gain = views.pop(0) if entry.gain else None
-        return SiteAdapter(entry.rows, entry.columns, entry.rank, a, pieces, bias, gain)
+        matrices = entry.experts or tuple(range(entry.heads))
+        return SiteAdapter(entry.rows, entry.columns, entry.rank, a, pieces, bias, gain, matrices, entry.shared)
 
 
 def _require(condition: bool, fault: str) -> None:

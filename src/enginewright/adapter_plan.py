@@ -4,6 +4,9 @@ Before the GEMM of each adapter site a call `adapter_delta@1` writes what the ad
 product, and the GEMM adds it before its epilogue. So an engine need not be built for adapters, and steps without them
 skip these calls. On a GPU these calls have the launches that the plan has for them (`Plan.adapting`), and the rows of a
 step, sorted by their slots, are inputs.
+
+Rows of a layer of experts are copies of tokens, sorted by expert. A call `adapter_rows@1` before its first GEMM finds
+those of each expert and adapter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +34,9 @@ from enginewright.plan import (
 TOKENS, LOGIT_ROWS = linear(tokens=1), linear(logit_rows=1)  # rows of products that may have adapters
 SLOTS = Input("adapter_slots", TOKENS)  # slot of each token's adapter; -1: none
 KERNEL = "adapter_delta@1"  # kernel that computes what adapters add; no op of a graph has it
+HEAD_KERNEL = "head_adapter_delta@1"  # the same of a layer with a matrix for each head
+GROUP_KERNEL = "adapter_rows@1"  # kernel that groups the rows of a layer of experts by their adapters
+HEAD_GEMM = "head_gemm_"  # start of the names of kernels with a matrix for each head
 RANK_ALIGN = 16  # ranks of a site are padded to a multiple of this
 OF_TILE = 3  # numbers of a tile of rows: its slot, its first entry among the sorted rows, and their number
 
@@ -69,10 +75,15 @@ ROW_INPUTS = {rows: RowInputs(rows) for rows in (TOKENS, LOGIT_ROWS)}
 
 
 def linear_weight(call: KernelCall) -> str | None:
-    """Names the weight of a linear layer; None if the call is none, or has the layers of several experts."""
+    """Names the weight of a linear layer, of experts or of heads, too; None if the call is none."""
     weight = call.operands.get("weight")
-    is_linear = call.kernel.startswith("gemm_") and "starts" not in call.operands
+    is_linear = call.kernel.startswith(("gemm_", HEAD_GEMM))
     return weight.name if is_linear and isinstance(weight, WeightOperand) else None
+
+
+def has_several(call: KernelCall) -> bool:
+    """True for a layer with a matrix for each expert, or for each head."""
+    return "starts" in call.operands or call.kernel.startswith(HEAD_GEMM)
 
 
 def padded_rank(ranks: Sequence[int]) -> int:
@@ -114,30 +125,43 @@ def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int, num_slots: i
     # A delta lives from the call before a GEMM to the GEMM, so that all of them share one slot of the arena.
     delta_slot = 1 + max(buffer.slot for buffer in plan.buffers)
     ranks = max_site_rank(sites, max_rank)
+    places: dict[int, BufferOperand] = {}  # buffer of the starts of experts → that of the rows of their tokens
+    grouped: int | None = None  # buffer of the starts by which rows are grouped
     for call in plan.calls:
         weight, x = linear_weight(call), call.operands.get("x")
+        starts, rows_of_tokens = call.operands.get("starts"), call.operands.get("places")
+        if isinstance(starts, BufferOperand) and isinstance(rows_of_tokens, BufferOperand):
+            places[starts.index], grouped = rows_of_tokens, None  # it routes
         site = None if weight is None else site_of.get(weight)
         if site is None or not isinstance(x, BufferOperand) or "out" not in call.operands:
             calls.append(call)
             continue
         rows, dtype = plan.buffers[x.index].rows, plan.buffers[x.index].dtype
-        assert rows in ROW_INPUTS, f"{call.kernel} has no rows that could have adapters"
+        tokens, heads = rows, sites[site].heads
         added: dict[str, Operand] = {"adapters": AdaptersOperand(site)}
+        own: dict[str, Operand] = {}
+        if isinstance(starts, BufferOperand):
+            own["places"] = places[starts.index]
+            tokens = plan.buffers[places[starts.index].index].rows
+            if grouped != starts.index:
+                calls.append(KernelCall(GROUP_KERNEL, {**own, **added, "starts": starts}, {}))
+                grouped = starts.index
+        assert tokens in ROW_INPUTS, f"{call.kernel} has no rows that could have adapters"
         shrunk, launches = ranks, tuple[Launch, ...]()
         if plan.adapting is not None:
             added |= ROW_INPUTS[rows].operands
             shrunk = num_splits(plan.adapting, dtype, x.columns) * site_rank(sites[site], max_rank)
             launches = _launches(plan.adapting, dtype, rows, sites[site], num_slots)
-        for role, columns, slot in ("delta", sites[site].rows, delta_slot), ("shrunk", shrunk, delta_slot + 1):
+        new = [("delta", sites[site].rows * (heads or 1), delta_slot)]
+        for role, columns, slot in new if heads else [*new, ("shrunk", shrunk, delta_slot + 1)]:
             buffers.append(Buffer("f32", rows, columns, slot))
             added[role] = BufferOperand(len(buffers) - 1, 0, columns)
         read = {role: operand for role, operand in call.operands.items() if role in ("x", "x_scale")}
-        attributes = {
-            name: call.attributes[name] for name in ("group",) if "x_scale" in read and name in call.attributes
-        }
-        if plan.adapting is None:  # threads of a CPU multiply the columns that they have computed
+        has_group = "x_scale" in read and "group" in call.attributes
+        attributes = {"group": call.attributes["group"]} if has_group else {}
+        if plan.adapting is None and not heads:  # threads of a CPU multiply the columns that they have computed
             attributes["gated"] = int(call.attributes["epilogue"] != "none")
-        calls.append(KernelCall(KERNEL, {**read, **added}, attributes, launches))
+        calls.append(KernelCall(HEAD_KERNEL if heads else KERNEL, {**read, **own, **added}, attributes, launches))
         operands = {role: added[role] for role in ("adapters", "delta", "slots") if role in added}
         calls.append(replace(call, operands={**call.operands, **operands}))
     of_rows = [one for inputs in ROW_INPUTS.values() for one in inputs.inputs]
@@ -177,4 +201,21 @@ def _launches(adapting: AdapterLaunches, dtype: str, rows: Linear, site: Site, n
     return tuple(launches)
 
 
-__all__ = ["ROW_INPUTS", "SLOTS", "linear_weight", "max_site_rank", "num_splits", "site_rank", "with_adapters"]
+def max_top(plan: Plan) -> int:
+    """The largest number of experts of a token in a plan with adapters; 0: no layer with adapters has experts."""
+    places = (call.operands["places"] for call in plan.calls if call.kernel == GROUP_KERNEL)
+    return max((rows.columns for rows in places if isinstance(rows, BufferOperand)), default=0)
+
+
+__all__ = [
+    "HEAD_GEMM",
+    "ROW_INPUTS",
+    "SLOTS",
+    "has_several",
+    "linear_weight",
+    "max_site_rank",
+    "max_top",
+    "num_splits",
+    "site_rank",
+    "with_adapters",
+]

@@ -1,5 +1,6 @@
 """Adapters prepared for an engine: read in numpy from their files, they are what merged weights are."""
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,25 +13,29 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from enginewright.adapter_file import ADAPTER, AdapterFile, Factor, SiteAdapter
 from enginewright.adapter_sites import ADAPTER_SITES, AdapterSites, Site
 from enginewright.builder.adapters import Adapter, MergedCheckpoint
 from enginewright.builder.adapters.prepare import prepare
 from enginewright.builder.build import BuildConfig, build_engine
+from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.engine_file import EngineFile, EngineWriter
 from enginewright.errors import CorruptEngineError, EngineError, UnsupportedModelError, UsageError
 from enginewright.manifest import About
 from enginewright.passes.quant import quant_config
+from enginewright.runtime.core.adapters import check_sites
 from enginewright.runtime.engine import Engine
-from tests.adapters.test_merge import LINEARS, Q_A, Q_B, WEIGHTS, edited, trained
+from tests.adapters.test_merge import EXPERTS, LINEARS, Q_A, Q_B, WEIGHTS, edited, trained
 from tests.build.test_method_engines import CALIBRATION
 from tests.engine_file.test_weights import Reader, matrix
 from tests.helpers.adapter_sites import mapped, mapped_bias, row_sources
+from tests.helpers.adapters import trained_experts
 from tests.helpers.command import run_engine
 from tests.helpers.engines import copied
 from tests.helpers.quantized import GPTQ, gptq, tiny_quantized
-from tests.helpers.tiny import MemoryCheckpoint, tiny_checkpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, saved, tiny_checkpoint, tiny_config, tiny_model
 
 Array = npt.NDArray[Any]
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -72,7 +77,7 @@ class Base:
 
     def bias(self, site: Site) -> Array:
         found = None if site.bias is None else self.reader.tensor(site.bias)
-        return np.zeros(site.rows) if found is None else found.astype(np.float64)
+        return np.zeros(site.matrices * max(site.rows, site.columns)) if found is None else found.astype(np.float64)
 
     def as_checkpoint(self, like: MemoryCheckpoint, stored: Callable[[Array], Array]) -> MemoryCheckpoint:
         """The checkpoint of which the engine has exactly the weights, as it multiplies them.
@@ -84,8 +89,15 @@ class Base:
         layers: dict[str, dict[int, Array]] = {module: {} for module in ones}
         biases: dict[str, dict[int, float]] = {module: {} for module in ones}
         for site in self.sites:
-            factors = mapped(site, self.vectors, lambda module, wide=site.columns: np.ones((10_000, wide)))  # type: ignore[misc]
+            factors = mapped(
+                site,
+                self.vectors,
+                lambda module, wide=site.rows if site.transposed else site.columns: np.ones((10_000, wide)),
+            )  # type: ignore[misc]
             rows, bias = self.weight(site) / factors, self.bias(site)
+            if site.transposed:
+                by_head = rows.reshape(site.heads, site.rows, site.columns)
+                rows = by_head.transpose(0, 2, 1).reshape(-1, site.rows)
             if site.column_order is not None:
                 rows = rows[:, np.argsort(np.frombuffer(self.vectors[site.column_order], "<i4"))]
             if site.bias is not None:
@@ -94,28 +106,59 @@ class Base:
                 layers[module][row] = rows[number]
                 biases[module][row] = bias[number]
         tensors = dict(like.stored)
+        parameters: dict[str, list[torch.Tensor]] = {}  # those with matrices of all experts
         for module in layers:
-            weight = np.stack([layers[module][row] for row in range(len(layers[module]))])
-            tensors[f"{module}.weight"] = torch.from_numpy(stored(weight)).float()
+            weight = torch.from_numpy(stored(np.stack([layers[module][row] for row in range(len(layers[module]))])))
+            if module.endswith("]"):
+                parameters.setdefault(module.partition("[")[0], []).append(weight.float())
+            else:
+                tensors[f"{module}.weight"] = weight.float()
             if f"{module}.bias" in tensors:
                 vector = np.array([biases[module][row] for row in range(len(biases[module]))])
                 tensors[f"{module}.bias"] = torch.from_numpy(vector).float()
+        turned = like.config["model_type"] == "gpt_oss"
+        tensors |= {
+            name: torch.stack([one.T if turned else one for one in matrices]) for name, matrices in parameters.items()
+        }
         config = {key: value for key, value in like.config.items() if key != "quantization_config"}
         return MemoryCheckpoint(config, tensors)
 
 
-def products(adapter: SiteAdapter) -> tuple[Array, Array]:
-    """Σ B A and a bound of its error, [N, K]."""
+def products(adapter: SiteAdapter, matrices: int) -> tuple[Array, Array]:
+    """Σ B A and a bound of its error, [N, K]; in a layer of several matrices of all of them, one after another."""
+    count = len(adapter.matrices) or 1
+    parts = [_products(adapter, index, count) for index in range(count)]
+    of_all = np.zeros((2, matrices, adapter.rows, adapter.columns))
+    for number, part in zip(adapter.matrices or (0,), parts, strict=True):
+        of_all[:, number] = part
+    total, bound = of_all.reshape(2, -1, adapter.columns)
+    return total, bound
+
+
+def _products(adapter: SiteAdapter, index: int, count: int) -> tuple[Array, Array]:
+    """The same of one of `count` matrices."""
     total, bound = np.zeros((2, adapter.rows, adapter.columns))
     if adapter.rank:
-        a, a_error = numbers(adapter.a, adapter.rank, adapter.columns)
+        of_a = adapter.a if adapter.shared == "a" else part_of(adapter.a, index, count)
+        a, a_error = numbers(of_a, adapter.rank, adapter.columns)
         for piece in adapter.pieces:
-            b, b_error = numbers(piece.b, piece.count, piece.rank)
+            of_b = piece.b if adapter.shared == "b" else part_of(piece.b, index, count)
+            b, b_error = numbers(of_b, piece.count, piece.rank)
             own = slice(piece.first_rank, piece.first_rank + piece.rank)
             total[piece.begin : piece.begin + piece.count] = b @ a[own]
             of_piece = np.abs(b) @ a_error[own] + b_error @ (np.abs(a[own]) + a_error[own])
             bound[piece.begin : piece.begin + piece.count] = of_piece
     return total, bound
+
+
+def part_of(factor: Factor, index: int, count: int) -> Factor:
+    """One of `count` matrices that follow each other."""
+
+    def cut(view: memoryview) -> memoryview:
+        size = len(data := view.cast("B")) // count
+        return data[index * size : (index + 1) * size]
+
+    return Factor(cut(factor.data), None if factor.scale is None else cut(factor.scale))
 
 
 def numbers(factor: Factor, rows: int, columns: int) -> tuple[Array, Array]:
@@ -143,7 +186,14 @@ def check(engine: Path, lora: Path, checkpoint: MemoryCheckpoint, adapter: Adapt
     merged = MergedCheckpoint(base.as_checkpoint(checkpoint, turned), [adapter])
 
     def read(kind: str) -> Callable[[str], Array]:
-        return lambda module: merged.read(f"{module}.{kind}").double().numpy()
+        def of_module(module: str) -> Array:
+            parameter, _, expert = module.removesuffix("]").partition("[")
+            values = merged.read(parameter)[int(expert)] if expert else merged.read(f"{module}.{kind}")
+            is_turned = expert and checkpoint.config["model_type"] == "gpt_oss"
+            found: Array = (values.T if is_turned else values).double().numpy()
+            return found
+
+        return of_module
 
     with EngineFile.open(engine) as file, AdapterFile.open(lora) as opened:
         opened.check_fits(file.manifest)
@@ -153,8 +203,9 @@ def check(engine: Path, lora: Path, checkpoint: MemoryCheckpoint, adapter: Adapt
                 weight = base.weight(site)
                 np.testing.assert_allclose(expected, weight, rtol=1e-5, atol=1e-6 * np.abs(weight).max())
                 continue
-            added, rounding = products(changed)
-            weight = vector(changed.gain, np.ones(site.rows))[:, None] * base.weight(site)
+            added, rounding = products(changed, site.matrices)
+            weight = base.weight(site)
+            weight = vector(changed.gain, np.ones(len(weight)))[:, None] * weight
             error, bound = np.abs(weight + added - expected), rounding + 1e-5 * np.abs(weight) + 1e-7
             assert (error <= bound).all(), (site.weight, (error - bound).max())
             assert added.any() or changed.bias is not None
@@ -178,6 +229,10 @@ CASES: list[tuple[str, dict[str, Any], str | None, dict[str, Any]]] = [
     ("gemma2", {}, "mxfp4", {"target_modules": LINEARS, "use_dora": True}),
     ("falcon_h1", {}, "fp8", {"target_modules": ["in_proj", "q_proj", "gate_proj", "o_proj"], "use_dora": True}),
     ("qwen3_next", {}, None, {"target_modules": ["q_proj", "in_proj_qkvz", "out_proj"]}),
+    ("qwen3_moe", {}, "int8-sq", {**EXPERTS, "rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {"down_proj": 9}}),
+    ("mixtral", {}, "int4-awq", {**EXPERTS, "r": 1}),
+    ("gpt_oss", {}, None, EXPERTS),
+    ("deepseek_v3", {}, "int8-wo", {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa"]}),
 ]
 
 
@@ -194,6 +249,33 @@ def test_a_prepared_adapter_is_the_merged_weights(
     file = prepared(tmp_path, engine)
     assert check(engine, file, checkpoint, Adapter(tmp_path)) >= config.get("num_hidden_layers", config.get("n_layer"))
     assert file.read_bytes() == prepared(tmp_path, engine, "again.lora").read_bytes()
+
+
+def experts_apart(model: PreTrainedModel, folder: Path) -> MemoryCheckpoint:
+    """The checkpoint that transformers saves, which has each expert's layers by themselves."""
+    saved(copy.deepcopy(model).to(torch.bfloat16), folder)
+    opened = open_checkpoint(str(folder))
+    return MemoryCheckpoint(dict(opened.config), {name: opened.read(name) for name in opened.tensors})
+
+
+@pytest.mark.parametrize("kind", ["single layers", "parameters"])
+def test_an_adapter_of_experts_that_are_stored_one_by_one(tmp_path: Path, kind: str) -> None:
+    model = tiny_model(tiny_config("qwen3_moe"))
+    if kind == "single layers":
+        trained_experts(model, tmp_path)
+    else:
+        trained(model, tmp_path, **EXPERTS)
+    checkpoint = experts_apart(model, tmp_path / "base")
+    engine = built(checkpoint, tmp_path, "int8-sq")
+    file = prepared(tmp_path, engine)
+    layers = model.config.num_hidden_layers * (2 if kind == "single layers" else 3)
+    assert check(engine, file, checkpoint, Adapter(tmp_path)) == layers
+    with AdapterFile.open(file) as adapter:
+        site = adapter.sites["model.layers.0.mlp.experts.gate_up_proj.weight"]
+        if kind == "single layers":
+            assert site.matrices == (1, 2, 3, 5, 6) and [piece.rank for piece in site.pieces] == [11, 7]
+        else:
+            assert site.rank == 16 and [piece.first_rank for piece in site.pieces] == [0, 0], "gate and up share A"
 
 
 @pytest.mark.parametrize("order", ["shared", "each"])
@@ -259,14 +341,114 @@ def test_adapters_that_are_refused(
     assert not (tmp_path / "x.lora").exists()
 
 
-def test_experts_and_missing_biases_are_refused(tmp_path: Path) -> None:
-    values = tiny_config("mixtral")
-    trained(tiny_model(values), tmp_path, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    with pytest.raises(UnsupportedModelError, match=r"experts are no adapter sites\n.*--merge"):
-        prepared(tmp_path, built(MemoryCheckpoint.tiny("mixtral"), tmp_path))
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine of the tiny qwen3_moe."""
+    return built(MemoryCheckpoint.tiny("qwen3_moe"), tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def mixed(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of experts for `mixture`."""
+    folder = tmp_path_factory.mktemp("mixed")
+    trained(tiny_model(tiny_config("qwen3_moe")), folder, **EXPERTS)
+    return prepared(folder, mixture)
+
+
+def test_what_experts_do_not_have_is_refused(mixture: Path, tmp_path: Path) -> None:
+    trained(tiny_model(tiny_config("qwen3_moe")), tmp_path, **EXPERTS, r=321)
+    with pytest.raises(UnsupportedModelError, match=r"mlp.experts.* rank 321: at most 320.*\n.*--merge"):
+        prepared(tmp_path, mixture)
+    trained(tiny_model(tiny_config("qwen3_moe")), tmp_path, target_modules=["q_proj"])
+    router = "base_model.model.model.layers.0.mlp.gate"
+    edited(tmp_path, tensors={f"{router}.lora_{part}.weight": torch.ones(7, n) for part, n in (("A", 48), ("B", 7))})
+    with pytest.raises(UnsupportedModelError, match=r"layers.0.mlp.gate, which it cannot.* routers.*\n.*--merge"):
+        prepared(tmp_path, mixture)
+
+
+def test_experts_of_another_model_and_missing_biases_are_refused(mixture: Path, tmp_path: Path) -> None:
+    trained(tiny_model(tiny_config("qwen3_moe", num_experts=9)), tmp_path, **EXPERTS)
+    with pytest.raises(UnsupportedModelError, match=r"experts.*\[63, 48\] and \[42, 63\] fit no experts.*\n.*--merge"):
+        prepared(tmp_path, mixture)
     trained(tiny_model(tiny_config("llama")), tmp_path / "bias", target_modules=["q_proj"], lora_bias=True)
     with pytest.raises(UnsupportedModelError, match=r"the bias of .*q_proj"):
         prepared(tmp_path / "bias", built(MemoryCheckpoint.tiny("llama"), tmp_path))
+
+
+def test_lengths_of_single_experts_and_two_updates_are_refused(tmp_path: Path) -> None:
+    model = tiny_model(tiny_config("qwen3_moe"))
+    engine = built(experts_apart(model, tmp_path / "base"), tmp_path)
+    trained_experts(model, tmp_path)
+    module = "base_model.model.model.layers.0.mlp.experts.1.up_proj"
+    lengths = {
+        name.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(48 if "down" in name else 21)
+        for name in load_file(tmp_path / WEIGHTS)
+        if "lora_A" in name
+    }
+    edited(tmp_path, {"use_dora": True}, lengths)
+    with pytest.raises(UnsupportedModelError, match=r"experts.1.*DoRA.*\n.*--merge"):
+        prepared(tmp_path, engine)
+    trained_experts(model, tmp_path)
+    edited(tmp_path, tensors={f"{module}.lora_A.weight": torch.zeros(7, 47)})
+    with pytest.raises(EngineError, match=r"experts.1.up_proj.lora_A.weight has shape \[7, 47\], .* \[7, 48\]"):
+        prepared(tmp_path, engine)
+    trained_experts(model, tmp_path)
+    whole = "base_model.model.model.layers.0.mlp.experts"
+    factors = {f"{whole}.lora_A.weight": torch.ones(7 * 7, 48), f"{whole}.lora_B.weight": torch.ones(42, 7 * 7)}
+    edited(tmp_path, {"target_parameters": ["mlp.experts.gate_up_proj"]}, factors)
+    with pytest.raises(EngineError, match=r"two of its updates change .*experts\.gate_up_proj"):
+        prepared(tmp_path, engine)
+
+
+def test_sites_of_another_engine_are_refused(mixture: Path, mixed: Path) -> None:
+    with EngineFile.open(mixture) as file, AdapterFile.open(mixed) as adapter:
+        sites = AdapterSites.from_json(file.read_section(ADAPTER_SITES), file.sections).sites
+        check_sites(adapter, sites)
+        for change in {"experts": 0}, {"experts": 6}, {"experts": 0, "heads": 7}, {"rows": 41}, {"weight": "other"}:
+            wrong = [msgspec.structs.replace(site, **change) if site.experts else site for site in sites]
+            with pytest.raises(CorruptEngineError, match=r"has no adapter site .*experts"):
+                check_sites(adapter, wrong)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine of the tiny deepseek_v3."""
+    return built(MemoryCheckpoint.tiny("deepseek_v3"), tmp_path_factory.mktemp("latent"))
+
+
+@pytest.mark.parametrize(
+    ("choices", "text"), [({"use_dora": True}, "DoRA"), ({"alora_invocation_tokens": [7]}, "tokens before them")]
+)
+def test_what_heads_do_not_have_is_refused(latent: Path, tmp_path: Path, choices: dict[str, Any], text: str) -> None:
+    trained(tiny_model(tiny_config("deepseek_v3")), tmp_path, target_modules=["kv_b_proj"], **choices)
+    with pytest.raises(UnsupportedModelError, match=rf"kv_b_proj.*{text}.*\n.*--merge"):
+        prepared(tmp_path, latent)
+
+
+HEADS_LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("is not there as", lambda site: site.update(heads=site["heads"] + 1)),
+    ("is not there as", lambda site: site.update(shared="b" if site["shared"] == "a" else "a")),
+    ("heads", lambda site: site.update(shared="")),
+    ("heads", lambda site: site.update(experts=[0])),
+    ("heads", lambda site: site.update(heads=-1)),
+    ("heads", lambda site: site.update(rank=0, pieces=[], heads=2**53)),
+    ("Invalid enum", lambda site: site.update(shared="c")),
+]
+
+
+@pytest.mark.parametrize(("text", "lie"), HEADS_LIES)
+def test_wrong_heads_are_refused(latent: Path, tmp_path: Path, text: str, lie: Callable[[dict[str, Any]], Any]) -> None:
+    trained(tiny_model(tiny_config("deepseek_v3")), tmp_path, target_modules=["kv_b_proj"])
+    with EngineFile.open(prepared(tmp_path, latent), adapters=True) as file:
+        entries = json.loads(file.read_section(ADAPTER))
+        lie(entries["sites"][0])
+        with EngineWriter(tmp_path / "wrong.lora", 300) as writer:
+            for name, form in file.sections.items():
+                content = msgspec.json.encode(entries) if name == ADAPTER else file.read_section(name)
+                writer.add(name, content, dtype=form.dtype, shape=form.shape, layout=form.layout)
+            writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
+    with pytest.raises(CorruptEngineError, match=text):
+        AdapterFile.open(tmp_path / "wrong.lora")
 
 
 def test_engines_without_sites_and_other_engines_are_refused(base: Path, lora: Path, tmp_path: Path) -> None:
@@ -347,6 +529,42 @@ def test_wrong_bounds_are_refused(lora: Path, tmp_path: Path, text: str, lie: Ca
             writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
     with pytest.raises(CorruptEngineError, match=text):
         AdapterFile.open(tmp_path / "x.lora")
+
+
+EXPERTS_LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("experts in order", lambda site: site["experts"].reverse()),
+    ("experts in order", lambda site: site["experts"].insert(1, 0)),
+    ("experts in order", lambda site: site.update(experts=[-1, *site["experts"][1:]])),
+    ("is not there as", lambda site: site["experts"].pop()),
+    ("is not there as", lambda site: site.pop("experts")),
+    ("a bias or a gain", lambda site: site.update(bias=True)),
+    ("has no expert", lambda site: site.update(experts=[*site["experts"][:-1], 7])),
+    ("the engine has no", lambda site: site.update(weight="model.layers.0.self_attn.o_proj.weight")),
+    ("the engine has no", lambda site: site.update(weight="model.norm.weight")),
+]
+
+
+@pytest.mark.parametrize(("text", "lie"), EXPERTS_LIES)
+def test_wrong_experts_are_refused(
+    mixture: Path, mixed: Path, tmp_path: Path, text: str, lie: Callable[[dict[str, Any]], Any]
+) -> None:
+    with EngineFile.open(mixed, adapters=True) as file:
+        entries = json.loads(file.read_section(ADAPTER))
+        with EngineWriter(tmp_path / "x.lora", 300) as writer:
+            site = next(one for one in entries["sites"] if "gate_up" in one["weight"])
+            before = site["weight"]
+            lie(site)
+            for name, form in file.sections.items():
+                content = msgspec.json.encode(entries) if name == ADAPTER else file.read_section(name)
+                renamed = name.replace(before, site["weight"])
+                writer.add(renamed, content, dtype=form.dtype, shape=form.shape, layout=form.layout)
+            writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
+    with (
+        EngineFile.open(mixture) as engine,
+        pytest.raises(CorruptEngineError, match=text),
+        AdapterFile.open(tmp_path / "x.lora") as adapter,
+    ):
+        adapter.check_fits(engine.manifest)
 
 
 SITE_LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [

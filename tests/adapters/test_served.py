@@ -1,5 +1,6 @@
 """Answers with adapters: those of PEFT's model, the same bits in any batch, and never another adapter's KV cache."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
@@ -10,20 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from enginewright import LLM, LoRARequest, SamplingParams
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.builder.model_cache import adapter_files
 from enginewright.errors import UsageError
 from enginewright.runtime.core.outputs import RequestOutput
-from tests.helpers.adapters import logits, prepared, trained
+from tests.helpers.adapters import logits, prepared, trained, trained_experts
 from tests.helpers.command import run_engine
 from tests.helpers.engines import folder_of_engines
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import ALL_EXPERTS, MIXTURES, MemoryCheckpoint, saved, tiny_config, tiny_model
 from tests.tolerances import ADAPTED_LOGPROBS
 
 LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 LIMITS: dict[str, Any] = {"kv_cache_memory": 64 << 20, "threads": 1, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+EXPERTS: dict[str, Any] = {
+    "target_modules": ["q_proj", "o_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 CASES: Sequence[tuple[str, str, dict[str, Any]]] = [
@@ -38,7 +45,11 @@ CASES: Sequence[tuple[str, str, dict[str, Any]]] = [
     ("phi3", "fp8", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
     ("gpt2", "bf16", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     ("granitemoehybrid", "int8-wo", {"target_modules": ["q_proj", "o_proj", "in_proj", "out_proj"]}),
-    ("deepseek_v3", "bf16", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+    ("deepseek_v3", "bf16", {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}),
+    ("qwen3_moe", "bf16", {**EXPERTS, "rank_pattern": {"down_proj": 3}}),
+    ("qwen3_moe", "int8-sq", EXPERTS),
+    ("mixtral", "int4-rtn", {**EXPERTS, "lora_alpha": 9}),
+    ("glm4_moe", "bf16", {**EXPERTS, "target_modules": ["shared_experts.gate_proj", "shared_experts.down_proj"]}),
 ]
 
 
@@ -48,11 +59,24 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize(("family", "quant", "lora"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_answers_are_those_of_peft(family: str, quant: str, lora: dict[str, Any], tmp_path: Path) -> None:
-    config = tiny_config(family)
-    model, method = tiny_model(config), quant_config(quant)
-    engine = tmp_path / "tiny.engine"
-    build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=method, gate=None), engine)
-    adapted = trained(model, tmp_path / "adapter", **lora)
+    config = tiny_config(family, **ALL_EXPERTS.get(family, {}))
+    model, engine = tiny_model(config), tmp_path / "tiny.engine"
+    build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=quant_config(quant), gate=None), engine)
+    check_answers(engine, model, trained(model, tmp_path / "adapter", **lora), tmp_path, quant)
+
+
+@pytest.mark.parametrize("quant", ["bf16", "int8-wo"])
+def test_answers_with_layers_of_single_experts(quant: str, tmp_path: Path) -> None:
+    """The checkpoint and the adapter have each expert's layers by themselves."""
+    model, engine = tiny_model(tiny_config("qwen3_moe", **ALL_EXPERTS["qwen3_moe"])), tmp_path / "tiny.engine"
+    saved(copy.deepcopy(model).to(torch.bfloat16), tmp_path / "base")
+    checkpoint = open_checkpoint(str(tmp_path / "base"))
+    build_engine(checkpoint, BuildConfig(quant=quant_config(quant), gate=None), engine)
+    check_answers(engine, model, trained_experts(model, tmp_path / "adapter"), tmp_path, quant)
+
+
+def check_answers(engine: Path, model: PreTrainedModel, adapted: Any, tmp_path: Path, quant: str) -> None:
+    """Compares log-probabilities with those of a model, and of the model that an adapter has made of it."""
     request = LoRARequest("adapter", 1, str(prepared(engine, tmp_path / "adapter")))
     tokens = prompt(1, 37)
     with LLM(engine, enable_lora=True, **LIMITS) as llm:
@@ -87,6 +111,9 @@ def adapted(family: str) -> Adapted:
     build_engine(MemoryCheckpoint.of(model, config), BuildConfig(gate=None), engine)
     modules = LINEARS if family == "llama" else ["q_proj", "o_proj"]
     choices: list[dict[str, Any]] = [{"r": 3}, {"r": 16, "target_modules": ["q_proj"]}, {"r": 33}, {"use_dora": True}]
+    if family in MIXTURES:
+        parts = [EXPERTS["target_parameters"], [], EXPERTS["target_parameters"][1:], []]
+        choices = [{**choice, "target_parameters": own} for choice, own in zip(choices, parts, strict=True)]
     requests: list[LoRARequest | None] = [None]
     for number, choice in enumerate(choices):
         trained(model, folder / str(number), seed=number, **{"target_modules": modules, **choice})
@@ -113,7 +140,7 @@ def answer(output: RequestOutput) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["llama", "granitemoehybrid", "qwen3_moe"])
 def test_answers_have_the_same_bits_alone_and_in_any_batch(family: str) -> None:
     """Twenty requests of four adapters and the base, with preemptions, in chunks, with prefix hits, on two threads."""
     case = adapted(family)

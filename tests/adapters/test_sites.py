@@ -20,18 +20,18 @@ from enginewright.passes.quant import QuantConfig, quant_config
 from enginewright.passes.quant.method import Calibration, stored
 from enginewright.passes.weights import open_rows, shape_of
 from tests.helpers import tiny_gguf
-from tests.helpers.adapter_sites import mapped, mapped_bias
+from tests.helpers.adapter_sites import mapped, mapped_bias, matrix_name, stored_matrix
 from tests.helpers.graphs import random_tokens
 from tests.helpers.quantized import GPTQ, gptq, tiny_quantized
-from tests.helpers.tiny import MemoryCheckpoint
+from tests.helpers.tiny import MemoryCheckpoint, saved, tiny_config, tiny_model
 
 Array = npt.NDArray[np.float32]
 ROUNDING = 2**-8  # that of bfloat16, which restored weights have, and those in act-order only where they are restored
 BIASES = {"attention_bias": True, "mlp_bias": True}
-# Last names of matrices that have no site: heads, tables, routers, biases of experts, and projections of each head.
+# Last names of matrices that have no site: heads, tables, routers, and biases of experts.
 WITHOUT = {
     *("lm_head", "embed_tokens", "embed_tokens_per_layer", "embeddings", "wte", "wpe"),
-    *("gate", "router", "gate_up_proj_bias", "down_proj_bias", "e_score_correction_bias", "kv_b_proj"),
+    *("gate", "router", "gate_up_proj_bias", "down_proj_bias", "e_score_correction_bias"),
 }
 GRANITE = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.02}
 
@@ -63,14 +63,15 @@ def check_sites(
     is_transposed = checkpoint.config["model_type"] == "gpt2"
 
     def weight(module: str) -> Array:
-        values = weights[f"{module}.weight"].to(torch.bfloat16).float().numpy()
-        return values.T if is_transposed else values
+        values = stored_matrix(weights, module, checkpoint.config["model_type"] == "gpt_oss")
+        numbers: Array = values.to(torch.bfloat16).float().numpy()
+        return numbers.T if is_transposed else numbers
 
     sites = list(sites_of(assembly))
     for site in sites:
         expected = unquantized(graph[named[site.weight]])
         np.testing.assert_allclose(mapped(site, assembly.files, weight), expected, rtol, err_msg=site.weight)
-        assert expected.shape == (site.rows, site.columns)
+        assert expected.shape == (site.matrices * site.rows, site.columns)
         if site.bias is not None:
             bias = mapped_bias(site, assembly.files, lambda module: weights[f"{module}.bias"].float().numpy())
             np.testing.assert_allclose(bias, unquantized(graph[named[site.bias]]), rtol, err_msg=site.bias)
@@ -88,6 +89,8 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("granite", GRANITE, "int4-rtn"),
     ("falcon_h1", {}, "int8-sq"),
     ("qwen3_next", {}, None),
+    ("qwen3_moe", {}, "int8-sq"),
+    ("deepseek_v3", {}, None),
     ("llama", {}, "fp8"),
 ]
 
@@ -101,9 +104,23 @@ def test_sites_make_weights_of_the_checkpoints_tensors(
     sites = check_sites(checkpoint, assembly, checkpoint.stored)
     head = head_of(assembly.dense)
     assert head is not None and all(site.weight != head.weight.name for site in sites)
-    matrices = {name.removesuffix(".weight") for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
-    layers = {run.module for site in sites for run in site.runs}
-    assert layers == {name for name in matrices if name.rpartition(".")[2] not in WITHOUT}
+    matrices = {
+        name.removesuffix(".weight"): info.shape
+        for name, info in checkpoint.tensors.items()
+        if name.rpartition(".")[2] not in WITHOUT and name.removesuffix(".weight").rpartition(".")[2] not in WITHOUT
+    }
+    expected = {name for name, shape in matrices.items() if len(shape) == 2} | {
+        matrix_name(name, expert)
+        for name, shape in matrices.items()
+        if len(shape) == 3 and shape[1] > 1  # not a convolution's
+        for expert in range(shape[0])
+    }
+    assert {
+        matrix_name(run.module, expert) if site.experts else run.module
+        for site in sites
+        for run in site.runs
+        for expert in range(max(site.experts, 1))
+    } == expected
     if quant in ("int8-sq", "int4-awq"):
         assert any(site.column_factors for site in sites) and any(site.row_factors for site in sites)
 
@@ -117,6 +134,18 @@ def test_sites_of_a_checkpoint_in_act_order(order: str) -> None:
     ordered = [site.weight for site in sites if site.column_order]  # each o_proj and down_proj reads its input alone
     assert len(ordered) == len(sites) if order == "shared" else not any("qkv" in name for name in ordered)
     assert any(site.row_order for site in sites)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_sites_of_experts_that_are_stored_one_by_one(tmp_path: Path, family: str) -> None:
+    """transformers saves the matrices of each expert by themselves, with other names."""
+    saved(tiny_model(tiny_config(family)).to(torch.bfloat16), tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    stored_apart = MemoryCheckpoint(dict(checkpoint.config), tensors)
+    assembly = assembled(stored_apart, quant_config("int8-sq"))
+    sites = [site for site in check_sites(stored_apart, assembly, tensors) if site.experts]
+    assert sites and all("experts.{}." in run.module for site in sites for run in site.runs)
 
 
 def test_sites_of_a_gguf_file(tmp_path: Path) -> None:

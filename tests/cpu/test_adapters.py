@@ -29,7 +29,7 @@ def run(
         "logit_rows": (np.zeros(1, np.int32), LOGIT_ROWS, ONE_COLUMN),
     }
     runner = KernelRunner(isa, threads, tokens=len(x), inputs=inputs, arena_bytes=1 << 23)
-    table = _cpu.Adapters([(problem.rows, x.shape[1])], len(adapters), MAX_RANK, len(x), 1)
+    table = _cpu.Adapters([(problem.rows, x.shape[1], 0)], len(adapters), MAX_RANK, len(x), 1, 0)
     for slot, adapter in enumerate(adapters):
         table.load(slot, [adapter.change()])
     out = runner.buffer(len(x), problem.outputs, dtype)
@@ -104,10 +104,11 @@ def test_a_step_without_adapters_has_the_bits_of_the_base(isa: str) -> None:
         ({"bias": np.zeros(73, np.float32)}, "has 292 bytes"),
         ({"site": 1}, "no site 1"),
         ({"slot": 2}, "no slot 2"),
+        ({"experts": [0]}, "expert 0, and its layer has 0"),
     ],
 )
 def test_adapters_that_do_not_fit(change: dict[str, Any], text: str) -> None:
-    table = _cpu.Adapters([(74, 20)], 2, MAX_RANK, 1, 1)
+    table = _cpu.Adapters([(74, 20, 0)], 2, MAX_RANK, 1, 1, 0)
     rank = change.get("rank", 16)
     a = change.get("a", np.zeros(rank * 20 * 2, np.uint8))
     pieces = [
@@ -116,7 +117,8 @@ def test_adapters_that_do_not_fit(change: dict[str, Any], text: str) -> None:
     ]
     with pytest.raises(ValueError, match=text):
         factor = a, change.get("scale")
-        table.load(change.get("slot", 0), [(change.get("site", 0), rank, factor, pieces, change.get("bias"), None)])
+        of_site = change.get("site", 0), rank, factor, pieces, change.get("bias"), None, change.get("experts", ()), ""
+        table.load(change.get("slot", 0), [of_site])
 
 
 @pytest.mark.parametrize(("slot", "text"), [(1, "slot 1, where none is loaded"), (2, "slot 2"), (-2, "slot -2")])
@@ -132,7 +134,7 @@ def run_with_one_of_two(problem: Problem, slots: list[int]) -> None:
         "logit_rows": (np.zeros(1, np.int32), LOGIT_ROWS, ONE_COLUMN),
     }
     runner = KernelRunner("portable", tokens=3, inputs=inputs)
-    table = _cpu.Adapters([(74, 130)], 2, 16, 3, 1)
+    table = _cpu.Adapters([(74, 130, 0)], 2, 16, 3, 1, 0)
     table.load(0, [random_adapter(1, 130, [(0, 74, 3)]).change()])
     operands, _ = problem.call_of(runner, problem.x)
     delta = {

@@ -21,7 +21,7 @@ from enginewright.errors import UsageError
 from enginewright.runtime.commands.score import forced
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core import engine_core as core
-from enginewright.runtime.device.adapters import adapter_bytes, bytes_in_slot, check_slot, slot_bytes
+from enginewright.runtime.device.adapters import adapter_bytes, bytes_in_slot, check_slot, served_sites, slot_bytes
 from enginewright.runtime.device.cuda.device import CudaDevice
 from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.engine import Engine
@@ -139,7 +139,7 @@ def test_steps_without_adapters_have_the_launches_of_an_engine_without_any(monke
 def test_slots_hold_what_is_loaded() -> None:
     path, _, _ = built("llama", "bf16")
     with Engine.open(path, "cuda") as engine:
-        sites = engine.adapter_sites.sites
+        sites = served_sites(engine)
         assert adapter_bytes(engine, LORA) == 3 * slot_bytes(sites, LORA.max_lora_rank)
         assert adapter_bytes(engine, LIMITS) == 0
         for file in adapters()[1:]:

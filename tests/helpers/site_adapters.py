@@ -73,11 +73,11 @@ class Adapter:
             first += rank
         vectors = [None if one is None else one.numpy() for one in (self.bias, self.gain)]
         factor = whole.operand() if ranks else (np.zeros(0, np.uint8), None)
-        return site, ranks + rest, factor, pieces, *vectors
+        return site, ranks + rest, factor, pieces, *vectors, (), ""
 
     def site_adapter(self, rows: int) -> SiteAdapter:
         """The form in which an adapter's file gives it."""
-        _, rank, a, pieces, bias, gain = self.change()
+        _, rank, a, pieces, bias, gain, *_ = self.change()
 
         def factor(packed: np.ndarray, scale: np.ndarray | None) -> adapter_file.Factor:
             return adapter_file.Factor(memoryview(packed), None if scale is None else memoryview(scale))

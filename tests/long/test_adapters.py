@@ -1,4 +1,7 @@
-"""Adapters that come, go and are replaced under load: each answer is that of an adapter which its name has meant."""
+"""Adapters that come, go and are replaced under load: each answer is that of an adapter which its name has meant.
+
+And adapters of experts, and of the projections of latent attention, in the families that tests/adapters leaves out.
+"""
 
 import os
 import random
@@ -13,11 +16,13 @@ import pytest
 
 from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.runtime.server.config import ServerConfig
+from tests.adapters import test_prepare, test_served
 from tests.helpers.adapters import prepared, trained
+from tests.helpers.breadth import repeated
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.process_facts import held, resident_bytes
 from tests.helpers.serving import COMPLETIONS, Running
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import HYBRIDS, LATENT, MemoryCheckpoint, tiny_config, tiny_model
 
 ADMIN = {"Authorization": "Bearer admin"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -26,6 +31,38 @@ FILES, ROUNDS, CLIENTS = 6, 200, 4
 MAX_GROWTH_BYTES = 16 << 20  # bytes of memory from the middle of the rounds to their end
 PROMPTS = [[(seed * 17 + place * 5) % 200 + 5 for place in range(40 + 9 * seed)] for seed in range(3)]
 GONE = "gone"  # what a name means without an adapter
+
+# Families with experts that adapters can change, and a layer of theirs that they change, too.
+EXPERTS = {
+    **dict.fromkeys(("gpt_oss", "minimax_m2", "ernie4_5_moe", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next"), "q_proj"),
+    **dict.fromkeys(("mixtral", "glm4_moe", "qwen3_moe"), "q_proj"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear"), "o_proj"),
+}
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+LORA = {
+    family: {
+        "target_modules": [own, "kv_b_proj"] if family in (*LATENT, "kimi_linear") else [own],
+        "target_parameters": PARAMETERS,
+    }
+    for family, own in EXPERTS.items()
+}
+
+# Recurrent states of tiny models add up what the base rounds, beyond the tolerance of these tests.
+SERVED = [(family, quant) for family in EXPERTS if family not in HYBRIDS for quant in ("bf16", "int8-wo")]
+
+test_answers_are_those_of_peft = repeated(
+    test_served.test_answers_are_those_of_peft,
+    ("family", "quant", "lora"),
+    [(family, quant, LORA[family]) for family, quant in SERVED],
+    ids=[f"{family}-{quant}" for family, quant in SERVED],
+)
+
+test_a_prepared_adapter_is_the_merged_weights = repeated(
+    test_prepare.test_a_prepared_adapter_is_the_merged_weights,
+    ("family", "overrides", "quant", "lora"),
+    [(family, {}, "int8-sq", LORA[family]) for family in EXPERTS],
+    ids=[*EXPERTS],
+)
 
 
 class History:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from enginewright import _cpu
 from enginewright.adapter_file import AdapterFile
-from enginewright.adapter_plan import max_site_rank
+from enginewright.adapter_plan import max_site_rank, max_top
 from enginewright.adapter_sites import Site
 from enginewright.dtypes import KV_CACHES
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
@@ -145,6 +145,8 @@ class CpuExecutor:
                 [(piece.begin, piece.count, piece.rank, piece.first_rank, piece.b) for piece in site.pieces],
                 site.bias,
                 site.gain,
+                site.matrices,
+                site.shared,
             )
             for weight, site in adapter.sites.items()
         ]
@@ -193,11 +195,12 @@ class CpuExecutor:
     def _open_adapters(self, sites: Sequence[Site], config: RuntimeConfig) -> _cpu.Adapters:
         limits = self.memory_plan.limits
         return _cpu.Adapters(
-            [(site.rows, site.columns) for site in sites],
+            [(site.rows, site.columns, site.experts or site.heads) for site in sites],
             num_slots(self.engine, config),
             max_site_rank(sites, config.max_lora_rank),
             limits.tokens,
             limits.logit_rows,
+            max_top(self.plan),
         )
 
     def _check_weights(self) -> None:

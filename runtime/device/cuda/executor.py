@@ -42,7 +42,7 @@ from enginewright.plan import (
     cache_of,
 )
 from enginewright.runtime.config import RuntimeConfig
-from enginewright.runtime.device.adapters import adapter_bytes, model_plan, num_slots
+from enginewright.runtime.device.adapters import adapter_bytes, model_plan, num_slots, served_sites
 from enginewright.runtime.device.cuda.adapters import NO_TABLES, DeviceAdapters
 from enginewright.runtime.device.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.device.cuda.places import DevicePlaces
@@ -148,7 +148,7 @@ class CudaExecutor:
         self._adapters: DeviceAdapters | None = None
         self._launches = {False: self._launches_of(engine.plan)}  # by whether rows of the step have adapters
         if config.enable_lora:
-            sites = engine.adapter_sites.sites
+            sites = served_sites(engine)
             self._adapters = DeviceAdapters(device, self.plan, sites, num_slots(engine, config), config.max_lora_rank)
             self._launches[True] = self._launches_of(self.plan)
         self._buckets = buckets_for(limits.sequences)
