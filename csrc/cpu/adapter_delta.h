@@ -57,7 +57,7 @@ class GroupAdapterRows final : public Kernel {
     require_columns(starts_, experts_ + 1);
   }
 
-  bool is_idle() const override { return !adapters_->is_active(); }
+  bool is_idle() const override { return !adapters_->changes_matrices(); }
   void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }
   Work work(const Sizes& sizes) const override { return touched({&places_, &starts_}, sizes); }
 
@@ -119,7 +119,7 @@ class AdapterDelta final : public Kernel {
     }
   }
 
-  bool is_idle() const override { return !adapters_->is_active(); }
+  bool is_idle() const override { return !adapters_->changes(site_); }
   bool needs_barrier_after() const override { return experts_ != 0; }
   int64_t scratch_bytes() const override { return (kTile * x_stride() + kOwnRows * shrunk_.columns) * 4; }
   void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }

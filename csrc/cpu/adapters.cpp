@@ -102,6 +102,8 @@ Adapters::Adapters(std::vector<AdapterSite> sites, int64_t num_slots, int64_t ma
       max_rank_(max_rank),
       loaded_((require(0 < num_slots && num_slots <= kMaxSlots, "there must be 1 to 65536 slots"),
                static_cast<size_t>(num_slots))),
+      changed_by_(static_cast<size_t>(num_slots)),
+      changed_(sites_.size()),
       of_tokens_(
           (require(0 < max_tokens && max_tokens < int64_t{1} << 31, "the number of tokens is out of range"),
            max_tokens),
@@ -152,6 +154,11 @@ void Adapters::load(int64_t slot, std::vector<SiteAdapter> changes) {
     const bool changes_site = !change.pieces.empty() || change.bias != nullptr || change.gain != nullptr;
     if (changes_site) change.pieces = without_gaps(change, sites_[i]);
   }
+  std::vector<size_t>& changed = changed_by_[static_cast<size_t>(slot)];
+  changed.clear();
+  for (size_t i = 0; i < changes.size(); ++i) {
+    if (!changes[i].pieces.empty()) changed.push_back(i);
+  }
   loaded_[static_cast<size_t>(slot)] = std::move(changes);
 }
 
@@ -173,6 +180,14 @@ void Adapters::begin_step(const int32_t* slots, int64_t tokens, const int32_t* l
   }
   of_tokens_.group(tokens, [&](int64_t token) { return slots[token]; });
   of_logit_rows_.group(num_logit_rows, [&](int64_t row) { return slots[logit_rows[row]]; });
+  std::fill(changed_.begin(), changed_.end(), uint8_t{0});
+  changes_matrices_ = false;
+  for (const AdapterGroup& group : of_tokens_.groups()) {
+    for (const size_t site : changed_by_[static_cast<size_t>(group.slot)]) {
+      changed_[site] = 1;
+      changes_matrices_ = changes_matrices_ || sites_[site].experts != 0;
+    }
+  }
 }
 
 }  // namespace enginewright

@@ -147,7 +147,9 @@ class Adapters {
   // logits. std::invalid_argument if there is no such adapter.
   void begin_step(const int32_t* slots, int64_t tokens, const int32_t* logit_rows, int64_t num_logit_rows);
 
-  bool is_active() const { return !of_tokens_.groups().empty(); }  // in this step
+  // Whether an adapter of this step changes a site, or any site with several matrices.
+  bool changes(int64_t site) const { return changed_[static_cast<size_t>(site)] != 0; }
+  bool changes_matrices() const { return changes_matrices_; }
   const AdapterRows& rows(bool are_logit_rows) const { return are_logit_rows ? of_logit_rows_ : of_tokens_; }
   // The rows of the layer of experts that runs: a kernel groups them before its products.
   ExpertRows& expert_rows() { return of_experts_; }
@@ -162,6 +164,9 @@ class Adapters {
   const std::vector<AdapterSite> sites_;
   const int64_t max_rank_;
   std::vector<std::vector<SiteAdapter>> loaded_;  // of each slot, by site; empty: nothing
+  std::vector<std::vector<size_t>> changed_by_;   // of each slot: sites that its adapter changes
+  std::vector<uint8_t> changed_;                  // of each site: 1 if an adapter of this step changes it
+  bool changes_matrices_ = false;
   AdapterRows of_tokens_, of_logit_rows_;
   ExpertRows of_experts_;
 };

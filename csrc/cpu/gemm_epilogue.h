@@ -26,7 +26,7 @@ class Finish {
               reinterpret_cast<uintptr_t>(out_) % 64 == 0),
         swish_(gemm.epilogue == Epilogue::swiglu),
         clamped_(gemm.epilogue == Epilogue::swiglu_clamped),
-        adapters_(gemm.adapters != nullptr && gemm.adapters->is_active() ? gemm.adapters : nullptr),
+        adapters_(gemm.adapters != nullptr && gemm.adapters->changes(gemm.site) ? gemm.adapters : nullptr),
         slots_(adapters_ == nullptr     ? nullptr
                : gemm.starts != nullptr ? adapters_->expert_rows().slots() + gemm.first_row
                                         : adapters_->rows(gemm.has_logit_rows).slots()),

@@ -41,7 +41,7 @@ class HeadAdapterDelta final : public Kernel {
     require_same_rows(x_, delta_);
   }
 
-  bool is_idle() const override { return !adapters_->is_active(); }
+  bool is_idle() const override { return !adapters_->changes(site_); }
   int64_t scratch_bytes() const override { return kRows * (columns_ + adapters_->max_rank()) * 4; }
   void add_checks(StepChecks& checks) const override { checks.adapters = adapters_; }
 

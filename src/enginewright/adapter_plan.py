@@ -1,9 +1,9 @@
 """Extends a plan so that rows of a step may have adapters (LoRA, https://arxiv.org/abs/2106.09685).
 
 Before the GEMM of each adapter site a call `adapter_delta@1` writes what the adapters of the step's rows add to its
-product, and the GEMM adds it before its epilogue. So an engine need not be built for adapters, and steps without them
-skip these calls. On a GPU these calls have the launches that the plan has for them (`Plan.adapting`), and the rows of a
-step, sorted by their slots, are inputs.
+product, and the GEMM adds it before its epilogue. So an engine need not be built for adapters, and steps whose adapters
+do not change a layer skip its calls. On a GPU these calls have the launches that the plan has for them
+(`Plan.adapting`), and the rows of a step, sorted by their slots, are inputs.
 
 Rows of a layer of experts are copies of tokens, sorted by expert. A call `adapter_rows@1` before its first GEMM finds
 those of each expert and adapter.

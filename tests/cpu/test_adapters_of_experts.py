@@ -10,9 +10,10 @@ import torch
 
 from enginewright import _cpu
 from enginewright.builder.lower.pack import PackedForm, pack
-from tests.cpu.test_adapters import ISAS, LOGIT_ROWS, MAX_RANK, NONE, ONE_COLUMN, TOKEN_ROWS, Factor, random_factor
+from tests.cpu.test_adapters import ISAS, LOGIT_ROWS, MAX_RANK, ONE_COLUMN, TOKEN_ROWS
 from tests.helpers.gemm_problem import KERNELS, Problem, generator, relative_error, scales_of
 from tests.helpers.kernel_runner import ONE_ROW, Buffer, KernelRunner, Operands, aligned, weight
+from tests.helpers.site_adapters import NONE, Factor, random_factor
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 
@@ -209,7 +210,8 @@ def test_bits_of_a_token_depend_on_its_own_adapter_alone(isa: str, kernel: str) 
     assert torch.equal(together[base], without[base]), "tokens without an adapter have the base's bits"
     unchanged = (mixture.chosen == 0) & (torch.tensor(slots) == 1)[:, None]
     assert unchanged.any() and torch.equal(together[unchanged], without[unchanged]), "an expert that is not changed"
-    assert torch.equal(mixture.run(isa, adapters, [NONE] * 37), without)
+    for slots in [NONE] * 37, [3, NONE] * 18 + [3]:
+        assert torch.equal(mixture.run(isa, adapters, slots), without)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from enginewright import _cpu
-from tests.cpu.test_adapters import ISAS, LOGIT_ROWS, MAX_RANK, NONE, ONE_COLUMN, TOKEN_ROWS, Factor, random_factor
+from tests.cpu.test_adapters import ISAS, LOGIT_ROWS, MAX_RANK, ONE_COLUMN, TOKEN_ROWS
 from tests.cpu.test_adapters_of_experts import operand
 from tests.helpers.gemm_problem import generator, relative_error
 from tests.helpers.kernel_runner import KernelRunner, Operands, weight
+from tests.helpers.site_adapters import NONE, Factor, random_factor
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 
