@@ -125,6 +125,17 @@ def test_sites_make_weights_of_the_checkpoints_tensors(
         assert any(site.column_factors for site in sites) and any(site.row_factors for site in sites)
 
 
+def test_sites_of_engines_for_cpus_and_gpus() -> None:
+    """Those of experts and heads are of engines that CPUs can run, too."""
+    checkpoint = MemoryCheckpoint.tiny("deepseek_v3")
+    of_cpu, of_gpu, of_both = (
+        sites_of(assemble(checkpoint, BuildConfig(gate=None, targets=targets), Silent()))
+        for targets in (("cpu",), ("cuda:sm_80",), ("cpu", "cuda:sm_80"))
+    )
+    assert of_cpu == of_both and any(site.experts for site in of_cpu) and any(site.heads for site in of_cpu)
+    assert of_gpu == tuple(site for site in of_cpu if site.matrices == 1)
+
+
 @pytest.mark.parametrize("order", ["shared", "each"])
 def test_sites_of_a_checkpoint_in_act_order(order: str) -> None:
     tiny = tiny_quantized(gptq(order=order), {**GPTQ, "desc_act": True}, mlp_bias=True)
