@@ -27,7 +27,7 @@ OTHERS_OF = {
     "gateway.md": {"--enable-ssrf-protection", "--kv-connector"},
     "dynamo.md": {
         *("--custom-jinja-template", "--discovery-backend", "--dyn-reasoning-parser", "--dyn-tool-call-parser"),
-        *("--migration-limit", "--namespace", "--router-mode"),
+        *("--migration-limit", "--namespace", "--router-mode", "--router-prefill-load-scale"),
     },
 }  # the same, for single pages
 
