@@ -425,8 +425,7 @@ class AdapterDelta final : public Kernel {
     }
   }
   // Stores those of `count` columns from `begin` on which are this thread's own.
-  __attribute__((noinline)) static void store_own(float* delta, int64_t begin, int64_t count, F sum,
-                                                  Range columns) {
+  ENGINEWRIGHT_ONCE static void store_own(float* delta, int64_t begin, int64_t count, F sum, Range columns) {
     float values[16];
     S::store(values, sum);
     for (int64_t i = 0; i < count; ++i) {

@@ -59,8 +59,8 @@ class Finish {
   // float or int32, a block every block_stride of them. Out of line, since it is called once a tile: one copy
   // for tiles of all sizes.
   template <class Acc>
-  __attribute__((noinline)) void blocks(int64_t row, int64_t rows, int64_t block, int64_t count,
-                                        const Acc* acc, int64_t block_stride) const {
+  ENGINEWRIGHT_ONCE void blocks(int64_t row, int64_t rows, int64_t block, int64_t count, const Acc* acc,
+                                int64_t block_stride) const {
     // Two copies, so that steps without adapters run the code that they always have.
     if (adapters_ == nullptr) {
       each_block<false>(row, rows, block, count, acc, block_stride);
@@ -162,8 +162,7 @@ class Finish {
   ENGINEWRIGHT_INLINE F one(F acc, const Constants& c, int64_t row, int64_t first, int64_t n) const {
     return adapters_ == nullptr ? affine<false>(acc, c, row, first, n) : one_adapted(acc, c, row, first, n);
   }
-  __attribute__((noinline)) F one_adapted(F acc, const Constants& c, int64_t row, int64_t first,
-                                          int64_t n) const {
+  ENGINEWRIGHT_ONCE F one_adapted(F acc, const Constants& c, int64_t row, int64_t first, int64_t n) const {
     return affine<true>(acc, c, row, first, n);
   }
 

@@ -3,6 +3,9 @@
 #pragma GCC optimize("O2")  // O3 makes this table a sixth larger, for machines that are older than AVX2
 #endif
 
+#define ENGINEWRIGHT_MATH \
+  ENGINEWRIGHT_ONCE  // loops over arrays of numbers, which are long where they are inlined
+
 #include "dispatch.h"
 #include "table.h"
 

@@ -64,6 +64,12 @@
 #include "codes.h"
 
 #define ENGINEWRIGHT_INLINE inline __attribute__((always_inline))
+// One copy of a function. GCC would also make one for each constant that a caller has for an argument.
+#if defined(__clang__)
+#define ENGINEWRIGHT_ONCE __attribute__((noinline))
+#else
+#define ENGINEWRIGHT_ONCE __attribute__((noinline, noclone))
+#endif
 
 // Before a loop over an array of registers, of constant length: GCC unrolls it too late by itself, and then
 // stores every register in every pass of the loop around it.
