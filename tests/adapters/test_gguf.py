@@ -41,7 +41,7 @@ def writer_of(path: Path, family: str = "llama", alpha: float | None = 5.0) -> g
 
 
 def converted(folder: Path, path: Path, config: dict[str, Any]) -> Path:
-    """What the converter writes for an adapter that PEFT has saved."""
+    """Writes an adapter that PEFT has saved as the converter does."""
     family, stored = config["model_type"], json.loads((folder / CONFIG).read_text())
     writer = writer_of(path, family, stored["lora_alpha"])
     if stored.get("alora_invocation_tokens"):

@@ -126,7 +126,7 @@ def test_sites_make_weights_of_the_checkpoints_tensors(
 
 
 def test_sites_of_engines_for_cpus_and_gpus() -> None:
-    """Those of experts and heads are of engines that CPUs can run, too."""
+    """Only engines with code for CPUs have sites of experts and heads."""
     checkpoint = MemoryCheckpoint.tiny("deepseek_v3")
     of_cpu, of_gpu, of_both = (
         sites_of(assemble(checkpoint, BuildConfig(gate=None, targets=targets), Silent()))

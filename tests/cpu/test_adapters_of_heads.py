@@ -38,7 +38,7 @@ class Adapter:
         return 0, self.rank + rest, operand(a), pieces, None, None, range(heads), self.shared
 
     def applied(self, x: torch.Tensor) -> torch.Tensor:
-        """What is added to rows x, [rows, heads, columns], in float64: [rows, heads · N]."""
+        """Computes what rows x, [rows, heads, columns], get in float64: [rows, heads · N]."""
         heads = [x[:, h] @ a.numbers().T @ b.numbers().T for h, (a, b) in enumerate(zip(self.a, self.b, strict=True))]
         return torch.cat(heads, dim=1)
 
