@@ -8,10 +8,11 @@
 //   adapter_rows@1   places; starts: i32 [1, E + 1], as in experts.h; adapters. Groups the rows of a layer of
 //                    experts, before the first of its products.
 //
-// delta has bias + B (A x) of the rows that have an adapter which changes the site, and their expert; its
-// other rows mean nothing. Products of A are four chains of FMAs over K, which are added in one order, and
-// those of B one chain over the ranks; scales of int8 factors multiply the sums. A row's bits depend on
-// nothing but the row and its adapter, whether it passes the factors alone or with others of its adapter.
+// delta has bias + B (A x) of the rows that have an adapter which changes the site, and their expert, and in
+// columns whose rows of the weight are replaced bias + row x; its other rows mean nothing. Products of A are
+// four chains of FMAs over K, which are added in one order, and those of B one chain over the ranks; scales
+// of int8 factors multiply the sums. A row's bits depend on nothing but the row and its adapter, whether it
+// passes the factors alone or with others of its adapter.
 //
 // A decode step of one sequence has hundreds of these calls of some microseconds, so barriers would be most
 // of their time. Each thread computes the columns that it then multiplies in the GEMM (gemm_kernel.h), which
@@ -19,6 +20,7 @@
 // computes all of A x for itself.
 #pragma once
 
+#include "adapter_factors.h"
 #include "adapters.h"
 #include "experts.h"
 #include "operands.h"
@@ -92,6 +94,7 @@ class AdapterDelta final : public Kernel {
                   {"group", "gated"});
     require(x_.kind == Operand::Kind::arena, "'x' must be a buffer");
     const AdapterSite& site = adapters_->site(site_);
+    require(!site.is_table, "'adapters' are of a table");
     require_columns(x_, site.columns);
     require_columns(delta_, site.rows);
     require(shrunk_.columns >= adapters_->max_rank(), "'shrunk' has fewer columns than adapters have ranks");
@@ -133,6 +136,8 @@ class AdapterDelta final : public Kernel {
         numbers += piece.count * piece.rank;
         bytes += piece.count * piece.rank * piece.b.element_bytes();
       }
+      numbers += change.replaced.count * x_.columns;
+      bytes += change.replaced.count * x_.columns * change.replaced.rows.element_bytes();
       const int64_t rows = group.count * top_;
       int64_t matrices = 1;
       if (experts_ != 0) {  // which ones is known only when it runs: as if all were changed, each row another
@@ -162,6 +167,8 @@ class AdapterDelta final : public Kernel {
     const int64_t begin = units.begin * 16, end = units.end * 16 < outputs ? units.end * 16 : outputs;
     expand({begin, end}, shrunk);
     if (gated_) expand({outputs + begin, outputs + end}, shrunk);
+    replace({begin, end}, x);
+    if (gated_) replace({outputs + begin, outputs + end}, x);
   }
 
  private:
@@ -177,25 +184,6 @@ class AdapterDelta final : public Kernel {
 
     float* at(const int32_t* row) const { return data + (row - first) * stride; }
   };
-
-  // How 16 numbers of A or B are read.
-  struct Bf16 {
-    using Element = uint16_t;
-    static ENGINEWRIGHT_INLINE F load(const Element* p) { return S::load_bf16(p); }
-  };
-  struct Int8 {
-    using Element = int8_t;
-    static ENGINEWRIGHT_INLINE F load(const Element* p) { return S::to_float(S::widen_i8(p)); }
-  };
-  // Calls use(Bf16 or Int8, pointer to number `index` of the matrix).
-  template <class Use>
-  static void with_factor(const FactorMatrix& matrix, int64_t index, const Use& use) {
-    if (matrix.scale == nullptr) {
-      use(Bf16(), reinterpret_cast<const uint16_t*>(matrix.data) + index);
-    } else {
-      use(Int8(), reinterpret_cast<const int8_t*>(matrix.data) + index);
-    }
-  }
 
   // sums[i] += the sum of x[i][k] * w[i][16 k], over `count` k that are kStep apart.
   template <class Factor, int kStep>
@@ -283,18 +271,25 @@ class AdapterDelta final : public Kernel {
 
   void shrink_block(const FactorMatrix& factors, int64_t block, const int32_t* rows, int count,
                     const float* x, const Shrunk& shrunk) const {
-    with_factor(factors, block * x_.columns * 16, [&](auto factor, const auto* a) {
-      F sums[kTile];
+    F sums[kTile];
+    products(factors, block, 16, count, x, sums);
+    for (int i = 0; i < count; ++i) S::store(shrunk.at(rows + i) + block * 16, sums[i]);
+  }
+
+  // Products of `count` rows, 1 or kTile, and a block of a matrix, which has `rows` rows of it.
+  ENGINEWRIGHT_ONCE void products(const FactorMatrix& factors, int64_t block, int64_t rows, int count,
+                                  const float* x, F (&sums)[kTile]) const {
+    with_factor<S>(factors, block * x_.columns * 16, [&](auto factor, const auto* a) {
       if (count == 1) {
         shrink_row<decltype(factor)>(a, x, sums);
       } else {
         shrink_rows<decltype(factor)>(a, x, sums);
       }
-      for (int i = 0; i < count; ++i) {
-        if (factors.scale != nullptr) sums[i] = S::mul(sums[i], S::load(factors.scale + block * 16));
-        S::store(shrunk.at(rows + i) + block * 16, sums[i]);
-      }
     });
+    if (factors.scale == nullptr) return;
+    const float* from = factors.scale + block * 16;
+    const F scale = rows == 16 ? S::load(from) : S::load_first(from, rows);
+    for (int i = 0; i < count; ++i) sums[i] = S::mul(sums[i], scale);
   }
 
   // The kTile chains of a row together. sums[0]: its result.
@@ -334,7 +329,7 @@ class AdapterDelta final : public Kernel {
 
   int64_t x_stride() const { return round_up(x_.columns, 16); }
 
-  void expand_x(int64_t row, float* x) const {
+  ENGINEWRIGHT_ONCE void expand_x(int64_t row, float* x) const {
     if (x_scale_ == nullptr) {
       const RowReader<S> reader(x_, row);
       int64_t k = 0;
@@ -363,12 +358,44 @@ class AdapterDelta final : public Kernel {
           const int64_t last = ((end < piece.count ? end : piece.count) + 15) / 16;
           for (int64_t block = begin > 0 ? begin / 16 : 0; block < last; block += kTile) {
             const int64_t blocks = last - block < kTile ? last - block : kTile;
-            with_factor(piece.b, block * piece.rank * 16, [&](auto factor, const auto* b) {
+            with_factor<S>(piece.b, block * piece.rank * 16, [&](auto factor, const auto* b) {
               expand_tile<decltype(factor)>({change, piece, columns}, rows, count, block, blocks, b, shrunk);
             });
           }
         }
       });
+    }
+  }
+
+  // delta = bias + row of the adapter x, for those of some columns whose rows of the weight are replaced.
+  ENGINEWRIGHT_ONCE void replace(Range columns, float* x) const {
+    for (const AdapterGroup& group : groups()) {
+      const SiteAdapter& change = adapters_->at(site_, group.slot);
+      const Range own{change.replaced.first_from(columns.begin), change.replaced.first_from(columns.end)};
+      for (int64_t row = 0, count = 1; own.begin < own.end && row < group.count; row += count) {
+        count = group.count - row >= kTile ? kTile : 1;
+        replace_tile(change, own, group.rows + row, static_cast<int>(count), x);
+      }
+    }
+  }
+
+  // The same for 1 or kTile rows, and a range of the replaced rows of the weight.
+  ENGINEWRIGHT_ONCE void replace_tile(const SiteAdapter& change, Range own, const int32_t* rows, int count,
+                                      float* x) const {
+    const ReplacedRows& replaced = change.replaced;
+    for (int i = 0; i < count; ++i) expand_x(rows[i], x + i * x_stride());
+    for (int64_t begin = own.begin / 16 * 16; begin < own.end; begin += 16) {
+      const int64_t left = replaced.count - begin;
+      F sums[kTile];
+      products(replaced.rows, begin / 16, left < 16 ? left : 16, count, x, sums);
+      float values[kTile * 16];
+      for (int i = 0; i < count; ++i) S::store(values + i * 16, sums[i]);
+      for (int64_t n = begin < own.begin ? own.begin : begin; n < begin + 16 && n < own.end; ++n) {
+        const int32_t column = replaced.ids[n];
+        const float bias = change.bias == nullptr ? 0.0f : change.bias[column];
+        float* delta = delta_.as<float>() + column;
+        for (int i = 0; i < count; ++i) delta[rows[i] * delta_.stride] = values[i * 16 + n - begin] + bias;
+      }
     }
   }
 

@@ -16,7 +16,7 @@ std::vector<AdapterPiece> without_gaps(const SiteAdapter& change, const AdapterS
   std::vector<AdapterPiece> all;
   int64_t row = 0;
   for (const AdapterPiece& piece : change.pieces) {
-    require(piece.begin >= row && 0 < piece.count && piece.count <= site.rows - piece.begin,
+    require(piece.begin >= row && 0 < piece.count && piece.count <= site.outputs() - piece.begin,
             "the pieces of an adapter overlap, or leave their layer");
     require(0 < piece.rank && 0 <= piece.first_rank && piece.rank <= change.rank - piece.first_rank,
             "a piece of an adapter has no such ranks");
@@ -24,8 +24,18 @@ std::vector<AdapterPiece> without_gaps(const SiteAdapter& change, const AdapterS
     all.push_back(piece);
     row = piece.begin + piece.count;
   }
-  if (row < site.rows) all.push_back({row, site.rows - row, 0, 0, {}});
+  if (row < site.outputs()) all.push_back({row, site.outputs() - row, 0, 0, {}});
   return all;
+}
+
+void check_replaced(const ReplacedRows& replaced, const AdapterSite& site) {
+  require(replaced.count == 0 || site.experts == 0, "adapters of experts replace no rows");
+  int64_t next = 0;  // the least that the next row may be
+  for (int64_t i = 0; i < replaced.count; ++i) {
+    require(next <= replaced.ids[i] && replaced.ids[i] < site.rows,
+            "the rows that an adapter replaces are not in order, or outside their layer");
+    next = int64_t{replaced.ids[i]} + 1;
+  }
 }
 
 }  // namespace
@@ -124,6 +134,7 @@ Adapters::Adapters(std::vector<AdapterSite> sites, int64_t num_slots, int64_t ma
         "a site has no size");
     require(0 <= site.experts && site.experts < int64_t{1} << 20,
             "a site has an impossible number of experts");
+    require(!site.is_table || site.experts == 0, "a table has no experts");
   }
 }
 
@@ -151,7 +162,11 @@ void Adapters::load(int64_t slot, std::vector<SiteAdapter> changes) {
     }
     require(experts == 0 || (change.bias == nullptr && change.gain == nullptr),
             "adapters of experts have no bias and no gain");
-    const bool changes_site = !change.pieces.empty() || change.bias != nullptr || change.gain != nullptr;
+    require(!sites_[i].is_table || (change.bias == nullptr && change.gain == nullptr),
+            "adapters of tables have no bias and no gain");
+    check_replaced(change.replaced, sites_[i]);
+    const bool changes_site = !change.pieces.empty() || change.bias != nullptr || change.gain != nullptr ||
+                              change.replaced.count > 0;
     if (changes_site) change.pieces = without_gaps(change, sites_[i]);
   }
   std::vector<size_t>& changed = changed_by_[static_cast<size_t>(slot)];

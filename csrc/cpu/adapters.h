@@ -11,6 +11,13 @@
 // a matrix for each head (head_gemm.h) is one whose experts are heads: each row has all of them, side by
 // side, and either A or B may be one matrix that they share.
 //
+// A table of embeddings is a site, too, whose rows are looked up by tokens: A has a column for each token,
+// and B a row for each column of the table.
+//
+// An adapter may also have rows of its own in place of some of a weight's: a token's row of a table, or a
+// row of a linear layer, such as the head. There the gain must be 0, so that the row's product is all that is
+// left.
+//
 // Factors are bf16, or int8 with a scale of each row: the same for all that is read with it. They are written
 // by the caller between steps; a slot that no row of a step has may be written at any
 // time.
@@ -40,22 +47,40 @@ struct FactorMatrix {
   }
 };
 
-// Rows [begin, begin + count) of a site's weight, to which B adds. B reads rows [first_rank, first_rank +
+// Outputs [begin, begin + count) of a site, to which B adds. B reads rows [first_rank, first_rank +
 // rank) of A x.
 struct AdapterPiece {
   int64_t begin, count, rank, first_rank;
   FactorMatrix b;  // [count, rank]; null if rank is 0
 };
 
+// Rows of a site's weight that an adapter has rows of its own for, ascending.
+struct ReplacedRows {
+  int64_t count = 0;
+  const int32_t* ids = nullptr;  // [count], rows of the weight
+  FactorMatrix rows;             // [count, columns of the site]; null if count is 0
+
+  // Index of the first of them that is at least `id`.
+  int64_t first_from(int64_t id) const {
+    int64_t low = 0, high = count;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      (ids[middle] < id ? low : high) = ids[middle] < id ? middle + 1 : middle;
+    }
+    return low;
+  }
+};
+
 // What an adapter changes of a site. Of one of experts A and B are several matrices, one after the other, for
 // the experts that it changes; the ranks and rows of pieces are the same for all of them.
 struct SiteAdapter {
   int64_t rank = 0;                  // rows of A, a multiple of 16
-  FactorMatrix a;                    // [rank, columns of the site]; null if rank is 0
-  std::vector<AdapterPiece> pieces;  // ascending, together all rows of the site; empty: nothing is changed
+  FactorMatrix a;                    // [rank, inputs of the site]; null if rank is 0
+  std::vector<AdapterPiece> pieces;  // ascending, together all outputs of the site; empty: B adds nothing
   const float* bias = nullptr;       // f32 [rows of the site]; null: 0
   const float* gain = nullptr;       // the same; null: 1
   std::vector<int32_t> matrices;     // of each expert: index of its matrices; -1: it is not changed
+  ReplacedRows replaced;             // of a site without experts
 
   // Index of an expert's matrices; -1: nothing is changed. A site without experts has those of expert 0.
   int64_t matrix_of(int64_t expert) const {
@@ -67,6 +92,11 @@ struct SiteAdapter {
 struct AdapterSite {
   int64_t rows, columns;  // of each matrix of the weight
   int64_t experts;        // matrices, of experts or of heads; 0: it has one
+  bool is_table = false;  // it is a table of embeddings
+
+  // Columns of A, and rows of B.
+  int64_t inputs() const { return is_table ? rows : columns; }
+  int64_t outputs() const { return is_table ? columns : rows; }
 };
 
 // Rows of a step with one adapter, and with one expert where a layer has experts: count of them, from `rows`

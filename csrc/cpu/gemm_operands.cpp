@@ -91,7 +91,7 @@ void GemmOperands::bind_adapters(const Operands& operands) {
   adapters = adapters_of(operands, "adapters");
   site = operand(operands, "adapters").site;
   const AdapterSite& of = adapters->site(site);
-  require(of.rows == weight.max_rows && of.columns == weight.columns &&
+  require(of.rows == weight.max_rows && of.columns == weight.columns && !of.is_table &&
               of.experts == (starts == nullptr ? 0 : experts),
           "'adapters' are for a weight of another size");
   require(starts == nullptr || operand(operands, "x").max_rows <= adapters->expert_rows().max_rows(),

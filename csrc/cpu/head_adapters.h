@@ -10,6 +10,7 @@
 // depend on nothing but the row and its adapter.
 #pragma once
 
+#include "adapter_factors.h"
 #include "adapters.h"
 #include "operands.h"
 #include "rows.h"
@@ -87,24 +88,6 @@ class HeadAdapterDelta final : public Kernel {
  private:
   static constexpr int kRows = 4, kChains = 4, kBlocks = 4;
 
-  // How 16 numbers of A or B are read.
-  struct Bf16 {
-    using Element = uint16_t;
-    static ENGINEWRIGHT_INLINE F load(const Element* p) { return S::load_bf16(p); }
-  };
-  struct Int8 {
-    using Element = int8_t;
-    static ENGINEWRIGHT_INLINE F load(const Element* p) { return S::to_float(S::widen_i8(p)); }
-  };
-  template <class Use>
-  static void with_factor(const FactorMatrix& matrix, const Use& use) {
-    if (matrix.scale == nullptr) {
-      use(Bf16(), reinterpret_cast<const uint16_t*>(matrix.data));
-    } else {
-      use(Int8(), reinterpret_cast<const int8_t*>(matrix.data));
-    }
-  }
-
   static int64_t tiles_of(int64_t rows) { return rows / kRows + rows % kRows; }
 
   template <int M>
@@ -118,7 +101,7 @@ class HeadAdapterDelta final : public Kernel {
     }
     const FactorMatrix a = change.a.at(matrix, change.rank, columns_);
     if (change.rank > 0) {
-      with_factor(a, [&](auto factor, const auto* numbers) {
+      with_factor<S>(a, 0, [&](auto factor, const auto* numbers) {
         for (int64_t rank = 0; rank < change.rank; rank += 16) {
           F sums[M];
           shrink<M, decltype(factor)>(numbers + rank * columns_, x, sums);
@@ -132,7 +115,7 @@ class HeadAdapterDelta final : public Kernel {
     for (const AdapterPiece& piece : change.pieces) {
       const FactorMatrix b = piece.b.at(matrix, piece.count, piece.rank);
       float* const delta = delta_.as<float>() + head * rows_ + piece.begin;
-      with_factor(b, [&](auto factor, const auto* numbers) {
+      with_factor<S>(b, 0, [&](auto factor, const auto* numbers) {
         for (int64_t block = 0; block * 16 < piece.count; block += kBlocks) {
           expand<M, decltype(factor)>(piece, numbers, b.scale, shrunk + piece.first_rank, block, rows, delta);
         }

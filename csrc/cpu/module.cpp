@@ -86,12 +86,13 @@ class PyAdapters {
   using Change = std::tuple<int64_t, int64_t, Factor, std::vector<Piece>, Vector, Vector,
                             std::vector<int64_t>, std::string>;
   using Site = std::tuple<int64_t, int64_t, int64_t>;
+  using Replaced = std::tuple<int64_t, int64_t, py::buffer, Factor>;  // site, count, ids and rows
 
   PyAdapters(const std::vector<Site>& sites, int64_t num_slots, int64_t max_rank, int64_t max_tokens,
-             int64_t max_logit_rows, int64_t max_top)
-      : adapters_(sites_of(sites), num_slots, max_rank, max_tokens, max_logit_rows, max_top) {}
+             int64_t max_logit_rows, int64_t max_top, const std::vector<int64_t>& tables)
+      : adapters_(sites_of(sites, tables), num_slots, max_rank, max_tokens, max_logit_rows, max_top) {}
 
-  void load(int64_t slot, const std::vector<Change>& changes) {
+  void load(int64_t slot, const std::vector<Change>& changes, const std::vector<Replaced>& replaced) {
     std::vector<SiteAdapter> all(static_cast<size_t>(adapters_.num_sites()));
     std::vector<py::buffer_info> owners;
     for (const auto& [index, rank, a, pieces, bias, gain, experts, shared] : changes) {
@@ -101,7 +102,7 @@ class PyAdapters {
       change.rank = rank;
       change.matrices = matrices_of(experts, site.experts);
       const int64_t matrices = site.experts == 0 ? 1 : static_cast<int64_t>(experts.size());
-      change.a = matrix(a, shared == "a" ? 1 : matrices, rank, site.columns, owners);
+      change.a = matrix(a, shared == "a" ? 1 : matrices, rank, site.inputs(), owners);
       change.a.is_shared = shared == "a";
       for (const auto& [begin, count, piece_rank, first_rank, b] : pieces) {
         require(count > 0 && piece_rank > 0, "a piece of an adapter is empty");
@@ -111,6 +112,12 @@ class PyAdapters {
       }
       if (bias) change.bias = numbers<float>(*bias, site.rows, owners);
       if (gain) change.gain = numbers<float>(*gain, site.rows, owners);
+    }
+    for (const auto& [index, count, ids, rows] : replaced) {
+      const AdapterSite& site = adapters_.site(index);
+      require(0 < count && count <= site.rows, "an adapter replaces no rows, or more than there are");
+      all[static_cast<size_t>(index)].replaced = {count, numbers<int32_t>(ids, count, owners),
+                                                  matrix(rows, 1, count, site.columns, owners)};
     }
     adapters_.load(slot, std::move(all));
     owners_[slot] = std::move(owners);
@@ -124,9 +131,14 @@ class PyAdapters {
   Adapters& adapters() { return adapters_; }
 
  private:
-  static std::vector<AdapterSite> sites_of(const std::vector<Site>& sizes) {
+  static std::vector<AdapterSite> sites_of(const std::vector<Site>& sizes,
+                                           const std::vector<int64_t>& tables) {
     std::vector<AdapterSite> sites;
-    for (const auto& [rows, columns, experts] : sizes) sites.push_back({rows, columns, experts});
+    for (const auto& [rows, columns, experts] : sizes) sites.push_back({rows, columns, experts, false});
+    for (const int64_t table : tables) {
+      require(0 <= table && table < static_cast<int64_t>(sites.size()), "a table is no site");
+      sites[static_cast<size_t>(table)].is_table = true;
+    }
     return sites;
   }
 
@@ -392,10 +404,11 @@ void bind_executor(py::module_& module) {
           },
           py::arg("adapters"), py::arg("site"));
   py::class_<PyAdapters>(module, "Adapters")
-      .def(py::init<const std::vector<PyAdapters::Site>&, int64_t, int64_t, int64_t, int64_t, int64_t>(),
+      .def(py::init<const std::vector<PyAdapters::Site>&, int64_t, int64_t, int64_t, int64_t, int64_t,
+                    const std::vector<int64_t>&>(),
            py::arg("sites"), py::arg("num_slots"), py::arg("max_rank"), py::arg("max_tokens"),
-           py::arg("max_logit_rows"), py::arg("max_top"))
-      .def("load", &PyAdapters::load, py::arg("slot"), py::arg("changes"))
+           py::arg("max_logit_rows"), py::arg("max_top"), py::arg("tables") = py::tuple())
+      .def("load", &PyAdapters::load, py::arg("slot"), py::arg("changes"), py::arg("replaced") = py::tuple())
       .def("unload", &PyAdapters::unload, py::arg("slot"));
   py::class_<PyExecutor>(module, "Executor")
       .def(py::init<const std::string&, int, const Numbers&,

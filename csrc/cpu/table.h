@@ -2,6 +2,7 @@
 #pragma once
 
 #include "adapter_delta.h"
+#include "adapter_embed.h"
 #include "attention.h"
 #include "attention_fma.h"
 #include "causal_conv.h"
@@ -58,6 +59,7 @@ KernelTable make_table(KernelTable table) {
   table.insert({
       {"activation@1", make_kernel<Activation<S>>},
       {"adapter_delta@1", make_kernel<AdapterDelta<S>>},
+      {"adapter_embed@1", make_adapter_embed},
       {"adapter_rows@1", make_kernel<GroupAdapterRows>},
       {"add@1", make_kernel<Add<S>>},
       {"add_rms_norm@1", make_kernel<AddRmsNorm<S>>},

@@ -65,6 +65,8 @@ _Piece = tuple[int, int, int, int, Any]  # begin, count, rank, first_rank, B
 # site, rank, A, pieces, bias, gain, experts, "a" or "b" if it is one matrix for all of them
 _Change = tuple[int, int, Any, Sequence[_Piece], Any | None, Any | None, Sequence[int], str]
 
+_Replaced = tuple[int, int, Any, Any]  # site, number of rows, ids, rows
+
 class Adapters:
     """The adapters that an executor has loaded, in slots (csrc/cpu/adapters.h). ValueError where something does not
     fit.
@@ -78,13 +80,16 @@ class Adapters:
         max_tokens: int,
         max_logit_rows: int,
         max_top: int,
+        tables: Sequence[int] = (),
     ) -> None:
         """sites: rows and columns of each linear layer's weight, or of one of its matrices; and their number, or 0.
-        max_rank: rows of A, a multiple of 16. max_top: experts of a token.
+        max_rank: rows of A, a multiple of 16. max_top: experts of a token. tables: those sites that are tables of
+        embeddings.
         """
-    def load(self, slot: int, changes: Sequence[_Change]) -> None:
-        """Loads an adapter between two steps. Buffers are kept alive: A and B as bits of bf16, bias and gain as f32.
-        A and B of a layer of experts or heads are as many matrices as are named, in the same order.
+    def load(self, slot: int, changes: Sequence[_Change], replaced: Sequence[_Replaced] = ()) -> None:
+        """Loads an adapter between two steps. Buffers are kept alive: A and B as bits of bf16, bias and gain as f32,
+        ids of replaced rows as i32. A and B of a layer of experts or heads are as many matrices as are named, in the
+        same order.
         """
 
     def unload(self, slot: int) -> None: ...

@@ -9,7 +9,7 @@ import torch
 from enginewright import _cpu
 from tests.helpers.gemm_problem import KERNELS, Problem, relative_error
 from tests.helpers.kernel_runner import Buffer, KernelRunner
-from tests.helpers.site_adapters import NONE, Adapter, random_adapter, some_adapters
+from tests.helpers.site_adapters import NONE, Adapter, random_adapter, some_adapters, with_rows
 from tests.tolerances import GEMM_BF16_OUT, GEMM_F32
 
 ISAS = _cpu.isa_names()
@@ -31,7 +31,7 @@ def run(
     runner = KernelRunner(isa, threads, tokens=len(x), inputs=inputs, arena_bytes=1 << 23)
     table = _cpu.Adapters([(problem.rows, x.shape[1], 0)], len(adapters), MAX_RANK, len(x), 1, 0)
     for slot, adapter in enumerate(adapters):
-        table.load(slot, [adapter.change()])
+        table.load(slot, [adapter.change()], [] if adapter.replaced is None else [adapter.replaced.change()])
     out = runner.buffer(len(x), problem.outputs, dtype)
     operands, attributes = problem.call_of(runner, x)
     delta: dict[str, Buffer | _cpu.OperandSpec] = {
@@ -80,6 +80,72 @@ def test_bits_of_a_row_depend_on_its_own_adapter_alone(isa: str, kernel: str, ep
         assert torch.equal(run(problem, isa, adapters, slots, threads=threads, rows=rows), together[rows])
     base = [row for row, slot in enumerate(slots) if slot == NONE]
     assert torch.equal(together[base], problem.run(isa, "f32")[base]), "rows without an adapter have the base's bits"
+
+
+def with_rows_of_their_own(rows: int, columns: int) -> list[Adapter]:
+    """Adapters with one row in place of the weight's, with some and other changes, with all of them."""
+    plain, biased, long, vectors, _ = some_adapters(rows, columns)
+    return [
+        with_rows(Adapter(columns, []), rows, [rows - 1], "bf16"),
+        with_rows(plain, rows, [0, 1, 17, 31, rows // 2, rows // 2 + 1], "i8"),
+        with_rows(biased, rows, list(range(3, rows, 2)), "i8"),
+        with_rows(long, rows, list(range(rows)), "bf16"),
+        with_rows(vectors, rows, list(range(rows // 3)), "i8"),
+    ]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+@pytest.mark.parametrize("epilogue", ["none", "swiglu"])
+def test_rows_of_the_weight_that_adapters_replace(isa: str, kernel: str, tokens: int, epilogue: str) -> None:
+    """Also the same bits for a row alone, on any number of threads."""
+    problem = Problem(kernel, tokens, 74, 577, epilogue)
+    adapters = with_rows_of_their_own(74, 577)
+    slots = [(row * 5 + 1) % 6 - 1 for row in range(tokens - tokens // 3)] + [3] * (tokens // 3)
+    together = run(problem, isa, adapters, slots, threads=3)
+    assert relative_error(together, expected(problem, adapters, slots)) < GEMM_F32
+    for row in range(0, tokens, 4):
+        alone = run(problem, isa, adapters, slots, rows=slice(row, row + 1))
+        assert torch.equal(alone, together[row : row + 1])
+    base = [row for row, slot in enumerate(slots) if slot == NONE]
+    assert torch.equal(together[base], problem.run(isa, "f32")[base])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_logits_of_many_rows(isa: str, kernel: str) -> None:
+    """A layer as wide as a head, whose results are written past the caches from the twelfth row on."""
+    problem = Problem(kernel, 15, (1 << 14) + 5, 65)
+    plain, biased, *_ = some_adapters(problem.rows, 65)
+    adapters = [plain, biased, with_rows(Adapter(65, []), problem.rows, [0, 999, problem.rows - 1], "bf16")]
+    slots = [row % 4 - 1 for row in range(15)]
+    together = run(problem, isa, adapters, slots, threads=2)
+    assert relative_error(together, expected(problem, adapters, slots)) < GEMM_F32
+    for row in 2, 14:
+        own = slice(row, row + 1)
+        assert torch.equal(run(problem, isa, adapters, slots, rows=own), together[own])
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "rows", "text"),
+    [
+        ([0, 74], 2, 2, "not in order, or outside"),
+        ([-1, 3], 2, 2, "not in order, or outside"),
+        ([5, 5], 2, 2, "not in order, or outside"),
+        ([7, 5], 2, 2, "not in order, or outside"),
+        ([5], 2, 2, "has 4 bytes"),
+        ([5, 7], 2, 17, "bytes, but its shape takes"),
+        ([], 0, 0, "replaces no rows"),
+        (list(range(75)), 75, 75, "replaces no rows, or more"),
+        ([3], 1 << 62, 1, "or more than there are"),
+    ],
+)
+def test_replaced_rows_that_do_not_fit(ids: list[int], count: int, rows: int, text: str) -> None:
+    table = _cpu.Adapters([(74, 20, 0)], 1, MAX_RANK, 1, 1, 0)
+    factor = np.zeros(-(-rows // 16) * 16 * 20 * 2, np.uint8), None
+    with pytest.raises(ValueError, match=text):
+        table.load(0, [], [(0, count, np.array(ids, np.int32), factor)])
 
 
 @pytest.mark.parametrize("isa", ISAS)

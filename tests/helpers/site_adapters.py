@@ -49,6 +49,18 @@ class Piece:
 
 
 @dataclass
+class Replaced:
+    """Rows that an adapter has in place of some of a weight's."""
+
+    ids: torch.Tensor  # int64 [count], ascending
+    rows: Factor  # [count, columns]
+
+    def change(self, site: int = 0) -> tuple[Any, ...]:
+        """The form that `_cpu.Adapters.load` takes."""
+        return site, len(self.ids), self.ids.int().numpy(), self.rows.operand()
+
+
+@dataclass
 class Adapter:
     """The changes of a layer with this number of columns by an adapter."""
 
@@ -56,6 +68,7 @@ class Adapter:
     pieces: list[Piece]
     bias: torch.Tensor | None = None
     gain: torch.Tensor | None = None
+    replaced: Replaced | None = None
 
     def change(self, site: int = 0) -> tuple[Any, ...]:
         """The form that `_cpu.Adapters.load` takes."""
@@ -94,6 +107,9 @@ class Adapter:
         for piece in self.pieces:
             b = piece.b.numbers()
             y[:, piece.begin : piece.begin + len(b)] += x @ piece.a.numbers().T @ b.T
+        if self.replaced is not None:
+            rows = x @ self.replaced.rows.numbers().T
+            y[:, self.replaced.ids] = rows if self.bias is None else rows + self.bias.double()[self.replaced.ids]
         return y
 
 
@@ -111,6 +127,14 @@ def random_adapter(
     ]
     made = {name: torch.rand(rows, generator=generator(seed, len(name))) + 0.5 for name, rows in vectors.items()}
     return Adapter(columns, pieces, **made)
+
+
+def with_rows(adapter: Adapter, rows: int, ids: list[int], dtype: str, seed: int = 7) -> Adapter:
+    """The adapter, with random rows in place of those of a weight of `rows` rows."""
+    gain = torch.ones(rows) if adapter.gain is None else adapter.gain
+    gain[ids] = 0
+    replaced = Replaced(torch.tensor(ids), random_factor(len(ids), adapter.columns, dtype, seed, 3))
+    return Adapter(adapter.columns, adapter.pieces, adapter.bias, gain, replaced)
 
 
 def some_adapters(rows: int, columns: int) -> list[Adapter]:
