@@ -121,6 +121,7 @@ class MergedCheckpoint:
                 )
             for update in adapter.updates.values():
                 self._add(adapter, update)
+            self._add_tokens_of_head(adapter)
         for updates in self._updates.values():
             _check_combination(updates)
         self.tensors: Mapping[str, TensorInfo] = {
@@ -209,6 +210,15 @@ class MergedCheckpoint:
         if is_table and update.parts.keys() & {"embedding_a", "weight"}:
             self._untied.setdefault(head, f"{update.module}.weight")
 
+    def _add_tokens_of_head(self, adapter: Adapter) -> None:
+        """Adds an embedding's rows of tokens to a tied head that has factors: PEFT adds the product to these rows."""
+        head = f"{HEAD}.weight"
+        own = adapter.updates.get(HEAD)
+        if head not in self._untied or own is None or "a" not in own.parts:
+            return
+        tokens = [change for change in self._updates.get(self._untied[head], ()) if change.adapter is adapter]
+        self._updates[head][:0] = [change for change in tokens if "token_rows" in change.update.parts]
+
     def _parts_of_experts(self, adapter: Adapter, update: ModuleUpdate, module: str) -> Sequence[ExpertsPart]:
         """Finds the parameter of experts that an update's shapes fit, as its tensors in the checkpoint."""
         shapes = adapter.shape(update, "a"), adapter.shape(update, "b")
@@ -275,7 +285,7 @@ def _check_combination(updates: Sequence[Change]) -> None:
             raise UsageError(
                 f"the adapter {adapter.name} cannot have a weight", f"it replaces numbers of {update.module}"
             )
-        if len(updates) > 1:
+        if any(other is not adapter for other, _, _ in updates):
             names = " and ".join(one.name for one, _, _ in updates)
             raise UsageError(f"the adapters {names} cannot be combined", f"{adapter.name} replaces {update.module}")
 

@@ -67,6 +67,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     ("llama", {"tie_word_embeddings": False}, {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]}),
     ("llama", TIED, {"target_modules": ["q_proj"], "trainable_token_indices": [0, 5, 306]}),
+    ("llama", TIED, {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [0, 5, 306]}),
     (
         "llama",
         {"tie_word_embeddings": False},
