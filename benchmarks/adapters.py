@@ -38,7 +38,7 @@ KINDS = ("plain", "base", "one", "own")
 
 
 def random_adapter(engine: Engine, folder: Path, rank: int, seed: int) -> Path:
-    """Prepares an adapter of random numbers that changes every site of an engine.
+    """Prepares an adapter of random numbers that changes every linear layer of an engine but the head.
 
     Args:
         engine: the engine.
@@ -48,7 +48,7 @@ def random_adapter(engine: Engine, folder: Path, rank: int, seed: int) -> Path:
     """
     rows, columns = Counter[str](), dict[str, int]()
     for site in read_sites(engine.file).sites:
-        for run in site.runs:
+        for run in site.runs if site.kind == "linear" else ():
             rows[run.module] += run.count
             columns[run.module] = site.columns
     generator = torch.Generator().manual_seed(seed)

@@ -343,17 +343,17 @@ def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes
 def _adapter_sites(lowered: Sequence[Lowered], dense: ir.Model) -> dict[str, bytes]:
     """Makes the sections for adapters, of engines that generate text: plans of all targets read the same weights.
 
-    Layers of experts, or with a matrix for each head, can have adapters on CPUs alone.
+    Layers of experts, or with a matrix for each head, the output head and embeddings can have adapters on CPUs alone.
     """
     head = head_of(dense)
     name = head.weight.name if head else None
     generating = [entry for entry in lowered if entry.plan.generates]
-    sections = [site_sections(entry.plan, entry.weights, name, with_several=False) for entry in generating]
+    sections = [site_sections(entry.plan, entry.weights, name, on_cpu=False) for entry in generating]
     if any(other != sections[0] for other in sections[1:]):
         raise AssertionError("the plans of two targets have different adapter sites")
     for entry in generating:
         if entry.plan.target == CPU:
-            return site_sections(entry.plan, entry.weights, name, with_several=True)
+            return site_sections(entry.plan, entry.weights, name, on_cpu=True)
     return sections[0] if sections else {}
 
 

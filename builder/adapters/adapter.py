@@ -286,7 +286,9 @@ class Adapter:
         if "token_rows" in parts:
             ids = self.config.tokens_of(update.module)
             shape = self.shape(update, "token_rows")
-            if len(shape) != 2 or shape[0] != len(ids) or len(set(ids)) != len(ids) or min(ids, default=0) < 0:
+            if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
+                raise self.error(f"trainable_token_indices of {update.module} has a token twice, or one below 0")
+            if len(shape) != 2 or shape[0] != len(ids):
                 raise self.error(f"{update.module} has rows of shape {list(shape)} for {len(ids)} tokens")
 
     def _check_factors(self, update: ModuleUpdate, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:

@@ -208,16 +208,17 @@ def coded(a: torch.Tensor, b: Sequence[torch.Tensor], first_ranks: Sequence[int]
 
 
 def open_weight(engine: Engine, call: KernelCall) -> RowReader:
-    """Opens the weight of a linear layer for reading by rows, in FLOAT.
+    """Opens the weight of a linear layer, or a table, for reading by rows, in FLOAT.
 
     Args:
         engine: the engine, open.
-        call: call of the plan with the layer's product.
+        call: call of the plan with the layer's product, or that looks up embeddings.
     """
-    codes, dtype = _part(engine, call, "weight")
-    if "scale" not in call.operands:
+    role, of_scale = ("weight", "scale") if "weight" in call.operands else ("table", "table_scale")
+    codes, dtype = _part(engine, call, role)
+    if of_scale not in call.operands:
         return lambda begin, end: codes(begin, end).float()
-    scale, _ = _part(engine, call, "scale")
+    scale, _ = _part(engine, call, of_scale)
     zero = _part(engine, call, "zero")[0] if "zero" in call.operands else None
     group = int(call.attributes.get("group", 0))
 

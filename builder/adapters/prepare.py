@@ -21,12 +21,13 @@ from enginewright.adapter_file import (
     FactorDType,
     SiteEntry,
 )
-from enginewright.adapter_plan import linear_weight
+from enginewright.adapter_plan import linear_weight, table_weight
 from enginewright.adapter_sites import Site, read_sites
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.expert_layers import ExpertsLayer
 from enginewright.builder.adapters.head_layers import HeadsLayer
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
+from enginewright.builder.adapters.vocabulary_layers import OutputHead, Table
 from enginewright.builder.lower import PackedForm, pack
 from enginewright.builder.progress import Progress, Silent
 from enginewright.dtypes import DTYPES
@@ -38,9 +39,14 @@ from enginewright.runtime.commands.quality import QUALITY, QualityReport
 from enginewright.runtime.engine import Engine
 
 MERGE = "Merge it at build: engine build --merge ADAPTER."
-SECTIONS = 4  # sections of a site at most, without those of its runs: A, its scales, a bias and a gain
+# Sections of a site at most, without those of its runs: A, its scales, a bias, a gain, and numbers, rows and scales of
+# rows that are replaced
+SECTIONS = 7
 SECTIONS_OF_RUN = 2  # B and its scales
-NO_SITE = "heads, embeddings, routers, norms, and layers that the model does not have are no adapter sites"
+NO_SITE = (
+    "routers, norms, and layers that the model does not have are no adapter sites, and the output head and embeddings "
+    "are in engines of this release that have code for a CPU"
+)
 
 
 @dataclass(frozen=True)
@@ -92,17 +98,18 @@ def prepare(
         raise UsageError(f"{output} cannot be written", "it is the engine", "Name another file with --output.")
     progress = progress or Silent()
     progress.phase("find the layers")
-    layers = [_open_layer(engine, site) for site in read_sites(engine.file).sites]
+    layers = _open_layers(engine)
     changed = _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
-    layers = [layer for layer in layers if layer.site.weight in changed]
+    layers = [layer for layer in layers if layer.site.key in changed]
     calls = {name: call for call in engine.plan.calls if (name := linear_weight(call)) is not None}
+    lookups = {name: call for call in engine.plan.calls if (name := table_weight(call)) is not None}
     progress.phase("prepare the matrices", len(layers))
     entries: list[SiteEntry] = []
     with EngineWriter(output, 2 + sum(SECTIONS + SECTIONS_OF_RUN * len(layer.runs) for layer in layers)) as writer:
         for layer in layers:
             site = layer.site
             bias = None if site.bias is None else open_section(engine, site.bias)[0](0, site.rows)
-            weight = open_weight(engine, calls[site.weight])
+            weight = open_weight(engine, (lookups if site.kind == "table" else calls)[site.weight])
             entry, tensors = layer.changed(adapter, weight, bias, dtype or _dtype_for(engine, site.weight))
             for (name, form), values in zip(entry.forms().items(), tensors, strict=True):
                 packed = PackedForm(*form)
@@ -132,7 +139,18 @@ def prepare(
     )
 
 
-def _open_layer(engine: Engine, site: Site) -> EngineLayer:
+def _open_layers(engine: Engine) -> list[EngineLayer]:
+    sites = read_sites(engine.file).sites
+    tables = {site.weight: site.runs[0].module for site in sites if site.kind == "table"}
+    return [_open_layer(engine, site, tables.get(site.weight)) for site in sites]
+
+
+def _open_layer(engine: Engine, site: Site, table: str | None) -> EngineLayer:
+    """Opens a layer; table: name of the embedding with the same weight."""
+    if site.kind == "output_head":
+        return OutputHead(engine.file, site, table)
+    if site.kind == "table":
+        return Table(engine.file, site)
     kind = ExpertsLayer if site.experts else HeadsLayer if site.heads else EngineLayer
     return kind(engine.file, site)
 
@@ -174,10 +192,11 @@ def _check(adapter: Adapter, layers: Sequence[EngineLayer], engine: Path, vocab_
             by_module.setdefault(module, []).append(layer)
     changed = set[str]()
     for update in adapter.updates.values():
-        possible = by_module.get(update.module, ()) if update.experts_module is None else layers
+        is_of_any = update.experts_module is not None or "token_rows" in update.parts
+        possible = layers if is_of_any else by_module.get(update.module, ())
         own = [layer for layer in possible if layer.is_changed_by(adapter, update)]
         _check_update(adapter, update, own, engine)
-        changed |= {layer.site.weight for layer in own}
+        changed |= {layer.site.key for layer in own}
     return changed
 
 
@@ -191,7 +210,7 @@ def _check_update(adapter: Adapter, update: ModuleUpdate, own: Sequence[EngineLa
         what = f"the adapter {adapter.name} changes the bias of {module}, which {engine} does not have"
         raise UnsupportedModelError(what, fix="Merge the adapter with PEFT, and build the merged model.")
     rank = max(layer.rank_of(adapter, update) for layer in own)
-    if rank > MAX_RANK and "a" in update.parts:
+    if rank > MAX_RANK and update.parts.keys() & {"a", "embedding_a"}:
         what = f"{module} of the adapter {adapter.name} has rank {rank}"
         raise UnsupportedModelError(what, f"at most {MAX_RANK} is possible", MERGE)
     if update.experts_module is not None:
@@ -200,26 +219,46 @@ def _check_update(adapter: Adapter, update: ModuleUpdate, own: Sequence[EngineLa
     if rows != set(range(count := len(rows))):
         what = f"the adapter {adapter.name} changes {module}, which it cannot in {engine}"
         raise UnsupportedModelError(what, "only some of its rows are in layers that adapters can change", MERGE)
+    columns = own[0].stored_columns
     wanted: dict[str, tuple[int, ...]] = dict.fromkeys(("bias", "b_bias", "magnitude"), (count,))
-    if "a" in update.parts:
-        wanted |= {"a": (rank, own[0].stored_columns), "b": (count, rank)}
+    wanted |= {"a": (rank, columns), "b": (count, rank), "weight": (count, columns)}
+    wanted |= {"embedding_a": (rank, count), "embedding_b": (columns, rank)}
+    if "token_rows" in update.parts:
+        tokens = adapter.config.tokens_of(update.module)
+        if max(tokens, default=0) >= count:
+            raise _adds_tokens(adapter, module, f"it has the token {max(tokens)}, and the engine {count} tokens")
+        wanted["token_rows"] = (len(tokens), columns)
     for part in update.parts:
-        if (found := adapter.shape(update, part)) != wanted[part]:
+        found = adapter.shape(update, part)
+        has_more = found[-1] if part == "embedding_a" else found[0] if part == "weight" and found else 0
+        if own[0].site.kind != "linear" and has_more > count:
+            raise _adds_tokens(adapter, module, f"{update.parts[part]} has {has_more} tokens, and the engine {count}")
+        if found != wanted[part]:
             why = f"{update.parts[part]} has shape {list(found)}, and the engine's layer {list(wanted[part])}"
             raise adapter.error(why)
 
 
+def _adds_tokens(adapter: Adapter, module: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the adapter {adapter.name} adds tokens to {module}",
+        f"{why}: its tokenizer does not know them",
+        "Merge the adapter with PEFT, save the model with the tokenizer that it was trained with, and build it.",
+    )
+
+
 def _refusal(adapter: Adapter, update: ModuleUpdate, layers: Sequence[EngineLayer]) -> str | None:
     """Says why an update cannot be applied to the layers that it changes; None if it can."""
-    if update.parts.keys() & {"embedding_a", "token_rows"}:
-        return "embeddings are no adapter sites"
     if not layers and update.experts_module is not None:
         shapes = " and ".join(str(list(adapter.shape(update, part))) for part in ("a", "b"))
         return f"its factors of shape {shapes} fit no experts that adapters can change"
     if not layers:
         return NO_SITE
-    if "weight" in update.parts:
+    if "weight" in update.parts and layers[0].site.kind == "linear":
         return "it replaces the whole layer (modules_to_save), and adapters add to layers"
+    if adapter.config.invocation_tokens and update.parts.keys() & {"token_rows", "embedding_a"}:
+        return "tokens invoke it, and PEFT would change the tokens before them, too"
+    if "token_rows" in update.parts and update.parts.keys() & {"a", "embedding_a", "weight"}:
+        return "it has rows of tokens and other changes of the same layer, which PEFT does not compute"
     if update.parts.keys() - {"a", "b"} and any(layer.site.matrices > 1 for layer in layers):
         return "it has lengths (DoRA) or biases, which experts and heads have only if it is merged"
     if adapter.config.invocation_tokens and any(layer.site.heads for layer in layers):

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
-from enginewright.adapter_plan import HEAD_GEMM, has_several, linear_weight
-from enginewright.adapter_sites import ADAPTER_SITES, EXPERT, AdapterSites, RowRun, Site
+from enginewright.adapter_plan import HEAD_GEMM, has_several, linear_weight, table_weight
+from enginewright.adapter_sites import ADAPTER_SITES, EXPERT, AdapterSites, RowRun, Site, SiteKind
+from enginewright.builder.adapters.merge import HEAD
 from enginewright.builder.lower import Weight
 from enginewright.passes.origin import Origin
 from enginewright.passes.weights import origin_of
@@ -15,28 +17,35 @@ from enginewright.plan import KernelCall, Plan, WeightOperand
 MAX_RUNS = 64  # runs of rows of a site, above which the order of its rows has a section of its own
 
 
-def site_sections(
-    plan: Plan, weights: Mapping[str, Weight], head: str | None, *, with_several: bool
-) -> dict[str, bytes]:
+def site_sections(plan: Plan, weights: Mapping[str, Weight], head: str | None, *, on_cpu: bool) -> dict[str, bytes]:
     """Makes the section, and those of its vectors. No tensor of the checkpoint is read.
 
     Args:
         plan: the plan.
         weights: name in the plan → weight.
-        head: name of the head's weight in the graph, which has no site; None: there is none.
-        with_several: True if layers with a matrix for each expert, or for each head, are sites.
+        head: name of the output head's weight in the graph; None: there is none.
+        on_cpu: True if these are sites, too: layers with a matrix for each expert or head, the output head, and tables
+            of embeddings.
     """
     sites: dict[str, Site] = {}
     sections: dict[str, bytes] = {}
+    tables = [name for call in plan.calls if (name := table_weight(call)) is not None]
     for call in plan.calls:
-        name = linear_weight(call)
-        if name is not None and name not in sites and weights[name].value.name != head:
-            heads = int(call.attributes["heads"]) if call.kernel.startswith(HEAD_GEMM) else 0
-            if has_several(call) and not with_several:
+        site: Site | None = None
+        if (table := table_weight(call)) is not None and tables.count(table) == 1 and on_cpu:
+            site = _site(table, None, weights, sections, kind="table")
+        elif (name := linear_weight(call)) is not None and name not in sites:
+            is_head = weights[name].value.name == head
+            if not on_cpu and (is_head or has_several(call)):
                 continue
-            site = _site(name, _name(call, "bias"), weights, sections, heads)
-            if site is not None:
-                sites[name] = site
+            heads = int(call.attributes["heads"]) if call.kernel.startswith(HEAD_GEMM) else 0
+            site = _site(
+                name, _name(call, "bias"), weights, sections, heads, kind="output_head" if is_head else "linear"
+            )
+            if site is not None and is_head and name in tables:  # PEFT changes a tied head by its own name
+                site = replace(site, runs=tuple(replace(run, module=HEAD) for run in site.runs))
+        if site is not None:
+            sites[site.key] = site
     return {ADAPTER_SITES: AdapterSites(tuple(sites.values())).to_json(), **sections}
 
 
@@ -46,11 +55,20 @@ def _name(call: KernelCall, role: str) -> str | None:
 
 
 def _site(
-    name: str, bias: str | None, weights: Mapping[str, Weight], sections: dict[str, bytes], heads: int
+    name: str,
+    bias: str | None,
+    weights: Mapping[str, Weight],
+    sections: dict[str, bytes],
+    heads: int = 0,
+    kind: SiteKind = "linear",
 ) -> Site | None:
     """Makes a site, and adds its vectors to `sections`; None if the weight's numbers have no known origin."""
     origin, shape = origin_of(weights[name].value), weights[name].form.shape
-    if origin is None or origin.transposed_heads not in (0, heads) or (heads and _has_factors(origin)):
+    if origin is None or origin.transposed_heads not in (0, heads):
+        return None
+    if (heads or kind == "table") and _has_factors(origin):
+        return None
+    if kind != "linear" and not _is_whole(origin):
         return None
     experts = shape[0] if len(shape) == 3 else 0
     of_one = _rows_of_each(origin.rows, experts) if experts else origin.rows
@@ -83,7 +101,13 @@ def _site(
         experts=experts,
         heads=heads,
         transposed=origin.transposed_heads > 0,
+        kind=kind,
     )
+
+
+def _is_whole(origin: Origin) -> bool:
+    """True if the rows are those of one tensor from the first on, in its order."""
+    return len(origin.rows) == 1 and torch.equal(origin.rows[0][1].long(), torch.arange(len(origin.rows[0][1])))
 
 
 def _has_factors(origin: Origin) -> bool:

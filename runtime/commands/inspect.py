@@ -116,6 +116,7 @@ def _summarize_adapter(path: Path) -> dict[str, Any]:
             "sources": manifest.sources,
             "max_rank": adapter.max_rank,
             "layers": len(adapter.sites),
+            "rows": sum(site.replaced.count for site in adapter.sites.values() if site.replaced is not None),
             "memory_bytes": adapter.num_bytes,
             "quality": _quality(adapter.file),
             "sections": _sections(adapter.file),
@@ -233,13 +234,14 @@ def _quality_lines(report: dict[str, Any] | None) -> list[str]:
 
 def _adapter_lines(summary: dict[str, Any]) -> list[str]:
     size, quality = format_bytes(summary["memory_bytes"]), _quality_lines(summary["quality"])
+    rows = f", and {summary['rows']} rows of its own" if summary["rows"] else ""
     return [
         f"{summary['path']}: the adapter {summary['name']} ({summary['model_type']}), "
         f"{format_bytes(summary['file_bytes'])}",
         f"  recipe     {_listed(summary['recipe'])}; built by enginewright {summary['builder_version']}",
         f"  engine     sha256:{summary['engine']}",
         f"  content    sha256:{summary['content_hash']}",
-        f"  changes    {summary['layers']} layers of the engine, with ranks of up to {summary['max_rank']}",
+        f"  changes    {summary['layers']} layers of the engine, with ranks of up to {summary['max_rank']}{rows}",
         f"  memory     {size} of matrices",
         *(f"  {name:<10} {line}" for name, line in zip_longest(["quality"], quality, fillvalue="")),
     ]

@@ -49,18 +49,19 @@ def check_sites(adapter: AdapterFile, sites: Sequence[Site]) -> None:
     Raises:
         CorruptEngineError: it has not, or they have other matrices.
     """
-    known = {site.weight: site for site in sites}
-    for weight, change in adapter.sites.items():
-        site, matrices = known.get(weight), change.matrices
+    known = {site.key: site for site in sites}
+    for key, change in adapter.sites.items():
+        site, matrices = known.get(key), change.matrices
         fits = site is not None and (change.rows, change.columns) == (site.rows, site.columns)
         if fits and site is not None:
             experts = matrices if not change.shared else ()
             heads = len(matrices) if change.shared else 0
             fits = heads == site.heads and bool(experts) == (site.experts > 0)
             fits = fits and (not experts or experts[-1] < site.experts)
+            fits = fits and change.table == (site.kind == "table")
         if not fits:
             raise CorruptEngineError(
-                "the adapter cannot be used", f"the engine has no adapter site {weight} of its form", PREPARE_AGAIN
+                "the adapter cannot be used", f"the engine has no adapter site {key} of its form", PREPARE_AGAIN
             )
 
 

@@ -31,10 +31,11 @@ def num_slots(engine: Engine, config: RuntimeConfig) -> int:
 def served_sites(engine: Engine) -> Sequence[Site]:
     """Lists the layers that adapters can change on the engine's device.
 
-    On a GPU these are the plain linear layers, without those that have a matrix for each expert or head.
+    On a GPU these are the plain linear layers, without those that have a matrix for each expert or head, the output
+    head, and tables of embeddings.
     """
     sites = engine.adapter_sites.sites
-    return sites if engine.target == CPU else [site for site in sites if not (site.experts or site.heads)]
+    return sites if engine.target == CPU else [site for site in sites if site.matrices == 1 and site.kind == "linear"]
 
 
 def model_plan(engine: Engine, config: RuntimeConfig) -> Plan:
@@ -128,22 +129,25 @@ def check_slot(adapter: AdapterFile, engine: Engine, config: RuntimeConfig) -> N
         UsageError: it has other layers than the engine's sites, or more ranks than they may have; or it changes layers
             that cannot have adapters on a GPU.
     """
-    by_weight: Mapping[str, Site] = {site.weight: site for site in served_sites(engine)}
+    by_key: Mapping[str, Site] = {site.key: site for site in served_sites(engine)}
     if engine.target != CPU:
-        several = [site.weight for site in engine.adapter_sites.sites if site.weight not in by_weight]
-        if changed := adapter.sites.keys() & several:
+        others = [site.key for site in engine.adapter_sites.sites if site.key not in by_key]
+        changed = adapter.sites.keys() & others
+        changed |= {key for key, change in adapter.sites.items() if change.replaced is not None}
+        if changed:
             raise UsageError(
                 f"the adapter {adapter.name} cannot be used on a GPU",
-                f"it changes {min(changed)}, and layers of experts or of heads can have adapters on CPUs alone",
+                f"it changes {min(changed)}, and layers of experts or of heads, the output head and embeddings can "
+                "have adapters on CPUs alone",
                 "Merge it at build: engine build --merge ADAPTER.",
             )
-    for weight, change in adapter.sites.items():
-        site = by_weight.get(weight)
+    for key, change in adapter.sites.items():
+        site = by_key.get(key)
         if site is None or change.rank > site_rank(site, config.max_lora_rank):
             why = "no adapter can change it" if site is None else f"it has {change.rank} rows of A there"
-            raise _no_slot(adapter, f"{why}: {weight}")
+            raise _no_slot(adapter, f"{why}: {key}")
     space = slot_bytes(served_sites(engine), config.max_lora_rank)
-    if engine.target != CPU and (needed := bytes_in_slot(adapter, len(by_weight))) > space:
+    if engine.target != CPU and (needed := bytes_in_slot(adapter, len(by_key))) > space:
         raise _no_slot(adapter, f"it takes {needed} bytes on the GPU, and a slot has {space}")
 
 

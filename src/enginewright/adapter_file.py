@@ -7,7 +7,8 @@ matrices. A row of a site's result is
 
 over the pieces that the row is in, before the epilogue: acc is the engine's product with its scales, and x its input.
 In a layer of experts, A and B are a matrix for each expert that the adapter changes; in one of heads, one of them is a
-matrix for each head, and the other one is for all.
+matrix for each head, and the other one is for all. In a table of embeddings x is 1 at the token and 0 elsewhere: A has
+a column for each token. An adapter may have rows of its own in place of some of a layer's or a table's.
 docs/engine-file.md specifies the format.
 """
 
@@ -18,10 +19,12 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, UsageError
-from enginewright.manifest import MAX_BYTES, WEIGHTS, Manifest, SectionForm
+from enginewright.manifest import MAX_BYTES, TABLE, WEIGHTS, Manifest, SectionForm
 
 ADAPTER = "adapter.json"  # name of the section that lists the sites
 MAX_RANK = 320  # rank of a layer's matrices
@@ -33,7 +36,7 @@ PREPARE_AGAIN = "Prepare it again with `engine adapter`."
 
 
 class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rows of a site that one layer's matrices change."""
+    """Rows of a site, or columns of a table, that one layer's matrices change."""
 
     begin: int  # first of the rows
     count: int  # number of rows
@@ -55,13 +58,30 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     experts: tuple[int, ...] = ()  # experts that are changed, ascending, in a layer of experts; empty: it is none
     heads: int = 0  # matrices of a layer of heads; 0: it is none
     shared: SharedFactor = ""  # the factor that all heads share; "": there are no heads
+    table: bool = False  # True if it is a table of embeddings: A is [R, N], and B has a row for each column
+    replaced: int = 0  # rows of the weight that the adapter has rows of its own for
+
+    @property
+    def key(self) -> str:
+        """Key of the engine's site (adapter_sites.py)."""
+        return self.weight + TABLE * self.table
+
+    @property
+    def inputs(self) -> int:
+        """Columns of A."""
+        return self.rows if self.table else self.columns
+
+    @property
+    def outputs(self) -> int:
+        """Rows that pieces are of."""
+        return self.columns if self.table else self.rows
 
     def forms(self) -> Mapping[str, tuple[str, tuple[int, ...], str]]:
         """Lists its sections with their dtype, shape and layout."""
-        name = f"{WEIGHTS}{self.weight}"
+        name = f"{WEIGHTS}{self.key}"
         forms: dict[str, tuple[str, tuple[int, ...], str]] = {}
         of_each = (len(self.experts) or self.heads,) if self.experts or self.heads else ()
-        factors = {f"{name}.a": (self.rank, self.columns)} if self.rank else {}
+        factors = {f"{name}.a": (self.rank, self.inputs)} if self.rank else {}
         factors |= {f"{name}.b{number}": (piece.count, piece.rank) for number, piece in enumerate(self.pieces)}
         for factor, shape in factors.items():
             kind = factor.removeprefix(f"{name}.")[0]
@@ -70,7 +90,13 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
             if self.dtype == "i8":
                 forms[f"{factor}_scale"] = "f32", (*matrices, shape[0]), "plain"
         vectors = [kind for kind, is_there in (("bias", self.bias), ("gain", self.gain)) if is_there]
-        return forms | {f"{name}.{kind}": ("f32", (self.rows,), "plain") for kind in vectors}
+        forms |= {f"{name}.{kind}": ("f32", (self.rows,), "plain") for kind in vectors}
+        if self.replaced:
+            forms[f"{name}.ids"] = "i32", (self.replaced,), "plain"
+            forms[f"{name}.rows"] = self.dtype, (self.replaced, self.columns), "r16_columns"
+            if self.dtype == "i8":
+                forms[f"{name}.rows_scale"] = "f32", (self.replaced,), "plain"
+        return forms
 
     def check(self, sections: Mapping[str, SectionForm]) -> None:
         """Refuses ranks and rows that are out of range, and sections that do not have their forms.
@@ -92,11 +118,15 @@ class SiteEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
         fits = 0 <= self.heads <= MAX_BYTES and (self.heads > 0) == bool(self.shared) and not (experts and self.heads)
         fits = fits and (self.rank > 0 or not self.heads)
         _require(fits, f"{self.weight} has {self.heads} heads")
+        of_one = not (several or (self.table and (self.bias or self.gain)))
+        _require(of_one or not (self.table or self.replaced), f"{self.weight} is no table, or replaces no rows")
+        _require(0 <= self.replaced <= self.rows, f"{self.weight} has {self.replaced} rows that are replaced")
+        _require(self.table or self.gain or not self.replaced, f"{self.weight} replaces rows without a gain")
         end = 0
         for piece in self.pieces:
             _require(0 < piece.rank <= MAX_RANK, f"{self.weight} has a piece of rank {piece.rank}")
             _require(0 <= piece.first_rank <= self.rank - piece.rank, f"a piece of {self.weight} leaves A")
-            inside = end <= piece.begin <= self.rows and 0 < piece.count <= self.rows - piece.begin
+            inside = end <= piece.begin <= self.outputs and 0 < piece.count <= self.outputs - piece.begin
             _require(inside, f"a piece of {self.weight} leaves its rows, or those after the last piece")
             end = piece.begin + piece.count
         for name, expected in self.forms().items():
@@ -132,7 +162,7 @@ class AdapterEntries(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CorruptEngineError("the adapter cannot be used", str(error), PREPARE_AGAIN) from error
         _require(len(entries.invocation_tokens) <= MAX_INVOCATION_TOKENS, "too many tokens invoke it")
-        _require(len({site.weight for site in entries.sites}) == len(entries.sites), "two of its sites have one weight")
+        _require(len({site.key for site in entries.sites}) == len(entries.sites), "two of its sites have one weight")
         for site in entries.sites:
             site.check(sections)
         return entries
@@ -160,18 +190,29 @@ class AdapterPiece:
 
 
 @dataclass(frozen=True)
+class ReplacedRows:
+    """Rows of a weight that an adapter has rows of its own for."""
+
+    count: int  # number of rows
+    ids: memoryview  # INT32 [count], rows of the weight, ascending
+    rows: Factor  # the adapter's, [count, columns of the weight]
+
+
+@dataclass(frozen=True)
 class SiteAdapter:
-    """The changes of one linear layer of the plan, or of a layer of experts."""
+    """The changes of one linear layer of the plan, of a layer of experts, or of a table."""
 
     rows: int  # rows of the layer's weight, or of an expert's matrix, N
     columns: int  # columns of the layer's weight, K
     rank: int  # rows of A, R, a multiple of RANK_ALIGN; 0: there is no A
-    a: Factor  # A, [R, K]; empty if there is none
+    a: Factor  # A, [R, K], or [R, N] of a table; empty if there is none
     pieces: tuple[AdapterPiece, ...]  # pieces, in the order of their rows, none of which is in two
     bias: memoryview | None  # FLOAT [N], added to the bias of the engine; None: nothing is
     gain: memoryview | None  # FLOAT [N], factors of the engine's product without its bias; None: all are 1
     matrices: tuple[int, ...] = ()  # experts, ascending, or heads, that A and B have matrices for; empty: it has one
     shared: SharedFactor = ""  # the factor that is one matrix for all heads; "": there is none
+    table: bool = False  # True if it is a table of embeddings
+    replaced: ReplacedRows | None = None  # rows that are replaced; None: none are
 
 
 class AdapterFile:
@@ -183,7 +224,7 @@ class AdapterFile:
         name: its name.
         content_hash: hash of its content.
         engine_hash: hash of the content of the engine that it is for.
-        sites: name of a weight in the plan → what is changed there.
+        sites: key of a site of the engine → what is changed there.
         invocation_tokens: tokens that invoke it; empty: it is for all tokens.
         max_rank: the largest rank of a layer's matrices.
         num_bytes: bytes of all matrices and vectors.
@@ -195,7 +236,7 @@ class AdapterFile:
         self.engine_hash = engine_hash
         entries = AdapterEntries.from_json(file.read_section(ADAPTER), file.sections)
         self.invocation_tokens = entries.invocation_tokens
-        self.sites: Mapping[str, SiteAdapter] = MappingProxyType({one.weight: self._site(one) for one in entries.sites})
+        self.sites: Mapping[str, SiteAdapter] = MappingProxyType({one.key: self._site(one) for one in entries.sites})
         pieces = (piece for site in self.sites.values() for piece in site.pieces)
         self.max_rank = max((piece.rank for piece in pieces), default=0)
         self.num_bytes = sum(form.nbytes for name, form in file.sections.items() if name.startswith(WEIGHTS))
@@ -240,7 +281,8 @@ class AdapterFile:
                 f"{engine.content_hash[:12]}…",
                 PREPARE_AGAIN,
             )
-        for weight, site in self.sites.items():
+        for key, site in self.sites.items():
+            weight = key.removesuffix(TABLE) if site.table else key
             form = engine.sections.get(f"{WEIGHTS}{weight}")
             shape = () if form is None or form.shape is None else form.shape
             heads, experts = (len(site.matrices), ()) if site.shared else (1, site.matrices)
@@ -293,8 +335,20 @@ class AdapterFile:
         )
         bias = views.pop(0) if entry.bias else None
         gain = views.pop(0) if entry.gain else None
+        replaced = ReplacedRows(entry.replaced, views.pop(0), factor()) if entry.replaced else None
+        if replaced is not None:
+            _check_replaced(entry, np.frombuffer(replaced.ids, "<i4"), gain)
         matrices = entry.experts or tuple(range(entry.heads))
-        return SiteAdapter(entry.rows, entry.columns, entry.rank, a, pieces, bias, gain, matrices, entry.shared)
+        sizes = entry.rows, entry.columns, entry.rank
+        return SiteAdapter(*sizes, a, pieces, bias, gain, matrices, entry.shared, entry.table, replaced)
+
+
+def _check_replaced(entry: SiteEntry, ids: NDArray[np.int32], gain: memoryview | None) -> None:
+    """Refuses rows that are not there, or twice, and those to which the engine's product would be added."""
+    inside = ids[0] >= 0 and ids[-1] < entry.rows and bool((np.diff(ids) > 0).all())
+    _require(inside, f"the rows that {entry.weight} replaces are not in order, or not there")
+    if gain is not None:
+        _require(not np.frombuffer(gain, "<f4")[ids].any(), f"{entry.weight} replaces rows whose gain is not 0")
 
 
 def _require(condition: bool, fault: str) -> None:

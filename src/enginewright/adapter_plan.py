@@ -6,7 +6,7 @@ do not change a layer skip its calls. On a GPU these calls have the launches tha
 (`Plan.adapting`), and the rows of a step, sorted by their slots, are inputs.
 
 Rows of a layer of experts are copies of tokens, sorted by expert. A call `adapter_rows@1` before its first GEMM finds
-those of each expert and adapter.
+those of each expert and adapter. After the call that looks up embeddings a call `adapter_embed@1` changes them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,9 @@ TOKENS, LOGIT_ROWS = linear(tokens=1), linear(logit_rows=1)  # rows of products 
 SLOTS = Input("adapter_slots", TOKENS)  # slot of each token's adapter; -1: none
 KERNEL = "adapter_delta@1"  # kernel that computes what adapters add; no op of a graph has it
 HEAD_KERNEL = "head_adapter_delta@1"  # the same of a layer with a matrix for each head
+TABLE_KERNEL = "adapter_embed@1"  # kernel that changes embeddings
 GROUP_KERNEL = "adapter_rows@1"  # kernel that groups the rows of a layer of experts by their adapters
+EMBED = "embed_"  # start of the names of kernels that look up embeddings
 HEAD_GEMM = "head_gemm_"  # start of the names of kernels with a matrix for each head
 RANK_ALIGN = 16  # ranks of a site are padded to a multiple of this
 OF_TILE = 3  # numbers of a tile of rows: its slot, its first entry among the sorted rows, and their number
@@ -81,6 +83,12 @@ def linear_weight(call: KernelCall) -> str | None:
     return weight.name if is_linear and isinstance(weight, WeightOperand) else None
 
 
+def table_weight(call: KernelCall) -> str | None:
+    """Names the table in which a call looks up embeddings; None if the call does something else."""
+    table = call.operands.get("table")
+    return table.name if call.kernel.startswith(EMBED) and isinstance(table, WeightOperand) else None
+
+
 def has_several(call: KernelCall) -> bool:
     """True for a layer with a matrix for each expert, or for each head."""
     return "starts" in call.operands or call.kernel.startswith(HEAD_GEMM)
@@ -116,11 +124,12 @@ def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int, num_slots: i
 
     Args:
         plan: the plan of an engine that generates text.
-        sites: linear layers that may have adapters.
+        sites: linear layers and tables that may have adapters.
         max_rank: largest rank of a module.
         num_slots: largest number of adapters in a step.
     """
-    site_of = {site.weight: index for index, site in enumerate(sites)}
+    site_of = {site.weight: index for index, site in enumerate(sites) if site.kind != "table"}
+    table_of = {site.weight: index for index, site in enumerate(sites) if site.kind == "table"}
     buffers, calls = list(plan.buffers), list[KernelCall]()
     # A delta lives from the call before a GEMM to the GEMM, so that all of them share one slot of the arena.
     delta_slot = 1 + max(buffer.slot for buffer in plan.buffers)
@@ -135,6 +144,10 @@ def with_adapters(plan: Plan, sites: Sequence[Site], max_rank: int, num_slots: i
         site = None if weight is None else site_of.get(weight)
         if site is None or not isinstance(x, BufferOperand) or "out" not in call.operands:
             calls.append(call)
+            if (table := table_of.get(table_weight(call) or "")) is not None:
+                changed: dict[str, Operand] = {role: call.operands[role] for role in ("tokens", "out")}
+                changed["adapters"] = AdaptersOperand(table)
+                calls.append(KernelCall(TABLE_KERNEL, changed, {"scale": call.attributes["scale"]}))
             continue
         rows, dtype = plan.buffers[x.index].rows, plan.buffers[x.index].dtype
         tokens, heads = rows, sites[site].heads
@@ -217,5 +230,6 @@ __all__ = [
     "max_top",
     "num_splits",
     "site_rank",
+    "table_weight",
     "with_adapters",
 ]

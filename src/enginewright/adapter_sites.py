@@ -10,18 +10,22 @@ its row there. A missing vector of factors is all ones, and a missing order chan
 The weight of a layer of experts is as many matrices, each from the same rows of an expert's own layers, whose names
 have `{}` for the expert's number; or of a parameter with the matrices of all experts, whose name has none. That of a
 layer of heads has a matrix for each head, which is its rows of one layer, or their transpose.
+
+A table of embeddings is a site of its own, also where it is the weight of the output head.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, UsageError
-from enginewright.manifest import MAX_BYTES, WEIGHTS, SectionForm
+from enginewright.manifest import MAX_BYTES, TABLE, WEIGHTS, SectionForm
 
 ADAPTER_SITES = "adapter_sites"  # name of the section, and prefix of those of its vectors
 EXPERT = "{}"  # an expert's number, in names of layers that each expert has
+SiteKind = Literal["linear", "output_head", "table"]
 BUILD_AGAIN = "Build it again with `engine build`."
 
 
@@ -36,7 +40,7 @@ class RowRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Site(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A linear layer of the plan. Gates come before ups in a gated one. Vectors are names of sections."""
+    """A linear layer of the plan, or a table. Gates come before ups in a gated one. Vectors are names of sections."""
 
     weight: str  # name of its weight in the plan
     rows: int  # rows of the weight, or of an expert's matrix, N
@@ -54,6 +58,13 @@ class Site(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     experts: int = 0  # matrices of the weight of a layer of experts; 0: it is none
     heads: int = 0  # matrices of the weight of a layer of heads, whose `runs` are of all of them; 0: it is none
     transposed: bool = False  # True if each head's matrix is its rows of the layer transposed, [K, N]
+    # "output_head": the layer makes logits; "table": the weight is a table of embeddings, with a row for each token
+    kind: SiteKind = "linear"
+
+    @property
+    def key(self) -> str:
+        """Name of the site, which no other one has."""
+        return self.weight + TABLE * (self.kind == "table")
 
     @property
     def matrices(self) -> int:
@@ -120,7 +131,7 @@ class AdapterSites(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             CorruptEngineError: they are not.
         """
-        _require(len({site.weight for site in self.sites}) == len(self.sites), "two sites have one weight")
+        _require(len({site.key for site in self.sites}) == len(self.sites), "two sites have one weight")
         for site in self.sites:
             form = sections.get(f"{WEIGHTS}{site.weight}")
             counts = site.experts, site.heads
@@ -128,6 +139,9 @@ class AdapterSites(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _require(possible, f"{site.weight} has an impossible number of experts or heads")
             plain = not (site.heads and (site.bias or site.row_factors or site.column_factors or site.column_order))
             _require(plain, f"{site.weight} is a layer of heads with factors")
+            whole = len(site.runs) == 1 and not (site.row_order or max(counts))
+            whole = whole and (site.kind != "table" or not (site.bias or site.vectors()))
+            _require(whole or site.kind == "linear", f"{site.weight} is a head or a table of several layers")
             _require(form is not None and form.shape == site.shape, f"{site.weight} is no such weight")
             sane = all(0 <= run.first <= MAX_BYTES and 0 < run.count <= MAX_BYTES and run.module for run in site.runs)
             _require(sane, f"{site.weight} has impossible rows")

@@ -17,6 +17,7 @@ from enginewright.targets import platforms_of
 # version of the file and all that is in it, plans included; rises when a reader of the last one would be wrong
 FORMAT_VERSION = 2
 WEIGHTS = "weights/"  # prefix of sections that are weights: large, typed, and hashed only on demand
+TABLE = ".table"  # end of the name of a table as an adapter site, since a head may have its weight, too
 
 PLANS = "plan/"
 DRAFT = "draft"  # a smaller model of the same tokenizer

@@ -20,7 +20,7 @@ from tests.tolerances import ADAPTED_LOGPROBS
 LIMITS: dict[str, Any] = {"kv_cache_memory": 64 << 20, "threads": 1, "max_num_batched_tokens": 23, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
 INVOCATION = [7, 8, 9]
-CHOICES: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+CHOICES: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"], "task_type": "CAUSAL_LM"}
 
 
 @cache

@@ -38,6 +38,7 @@ from tests.helpers.quantized import GPTQ, gptq, tiny_quantized
 from tests.helpers.tiny import MemoryCheckpoint, saved, tiny_checkpoint, tiny_config, tiny_model
 
 Array = npt.NDArray[Any]
+TIED, UNTIED = ({"tie_word_embeddings": is_tied} for is_tied in (True, False))
 BIASES = {"attention_bias": True, "mlp_bias": True}
 EVERY = ["q_proj", "k_proj", *LINEARS[1:], "up_proj"]
 PATTERNS = {"rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\.down_proj": 40}, "alpha_pattern": {"down_proj": 1.5}}
@@ -79,16 +80,27 @@ class Base:
         found = None if site.bias is None else self.reader.tensor(site.bias)
         return np.zeros(site.matrices * max(site.rows, site.columns)) if found is None else found.astype(np.float64)
 
+    @property
+    def tables(self) -> Mapping[str, str]:
+        """Name of a table in the plan → its module."""
+        return {site.weight: site.runs[0].module for site in self.sites if site.kind == "table"}
+
+    def module_of(self, site: Site, module: str) -> str:
+        """The module with the weight of a layer in the checkpoint: a tied head has that of the table."""
+        return self.tables.get(site.weight, module)
+
     def as_checkpoint(self, like: MemoryCheckpoint, stored: Callable[[Array], Array]) -> MemoryCheckpoint:
         """The checkpoint of which the engine has exactly the weights, as it multiplies them.
 
         Args:
             stored: [out, in] → as the checkpoint stores it.
         """
-        ones = {module: 1.0 for site in self.sites for module, _ in row_sources(site, self.vectors)}
+        sites = [site for site in self.sites if site.kind == "table" or site.weight not in self.tables]
+        ones = {module: 1.0 for site in sites for module, _ in row_sources(site, self.vectors)}
         layers: dict[str, dict[int, Array]] = {module: {} for module in ones}
         biases: dict[str, dict[int, float]] = {module: {} for module in ones}
-        for site in self.sites:
+        vocabulary = {site.runs[0].module for site in sites if site.kind != "linear"}  # they are never transposed
+        for site in sites:
             factors = mapped(
                 site,
                 self.vectors,
@@ -108,7 +120,8 @@ class Base:
         tensors = dict(like.stored)
         parameters: dict[str, list[torch.Tensor]] = {}  # those with matrices of all experts
         for module in layers:
-            weight = torch.from_numpy(stored(np.stack([layers[module][row] for row in range(len(layers[module]))])))
+            rows = np.stack([layers[module][row] for row in range(len(layers[module]))])
+            weight = torch.from_numpy(rows if module in vocabulary else stored(rows))
             if module.endswith("]"):
                 parameters.setdefault(module.partition("[")[0], []).append(weight.float())
             else:
@@ -137,10 +150,11 @@ def products(adapter: SiteAdapter, matrices: int) -> tuple[Array, Array]:
 
 def _products(adapter: SiteAdapter, index: int, count: int) -> tuple[Array, Array]:
     """The same of one of `count` matrices."""
-    total, bound = np.zeros((2, adapter.rows, adapter.columns))
+    outputs, inputs = (adapter.columns, adapter.rows) if adapter.table else (adapter.rows, adapter.columns)
+    total, bound = np.zeros((2, outputs, inputs))
     if adapter.rank:
         of_a = adapter.a if adapter.shared == "a" else part_of(adapter.a, index, count)
-        a, a_error = numbers(of_a, adapter.rank, adapter.columns)
+        a, a_error = numbers(of_a, adapter.rank, inputs)
         for piece in adapter.pieces:
             of_b = piece.b if adapter.shared == "b" else part_of(piece.b, index, count)
             b, b_error = numbers(of_b, piece.count, piece.rank)
@@ -148,7 +162,7 @@ def _products(adapter: SiteAdapter, index: int, count: int) -> tuple[Array, Arra
             total[piece.begin : piece.begin + piece.count] = b @ a[own]
             of_piece = np.abs(b) @ a_error[own] + b_error @ (np.abs(a[own]) + a_error[own])
             bound[piece.begin : piece.begin + piece.count] = of_piece
-    return total, bound
+    return (total.T, bound.T) if adapter.table else (total, bound)
 
 
 def part_of(factor: Factor, index: int, count: int) -> Factor:
@@ -185,38 +199,47 @@ def check(engine: Path, lora: Path, checkpoint: MemoryCheckpoint, adapter: Adapt
 
     merged = MergedCheckpoint(base.as_checkpoint(checkpoint, turned), [adapter])
 
-    def read(kind: str) -> Callable[[str], Array]:
+    def read(kind: str, site: Site) -> Callable[[str], Array]:
         def of_module(module: str) -> Array:
+            if f"{module}.{kind}" not in merged.tensors:
+                module = base.module_of(site, module)
             parameter, _, expert = module.removesuffix("]").partition("[")
             values = merged.read(parameter)[int(expert)] if expert else merged.read(f"{module}.{kind}")
             is_turned = expert and checkpoint.config["model_type"] == "gpt_oss"
             found: Array = (values.T if is_turned else values).double().numpy()
-            return found
+            return turned(found) if kind == "weight" and site.kind == "linear" else found
 
         return of_module
 
     with EngineFile.open(engine) as file, AdapterFile.open(lora) as opened:
         opened.check_fits(file.manifest)
         for site in base.sites:
-            expected = mapped(site, base.vectors, lambda module: turned(read("weight")(module)))
-            if (changed := opened.sites.get(site.weight)) is None:
+            expected = mapped(site, base.vectors, read("weight", site))
+            if (changed := opened.sites.get(site.key)) is None:
                 weight = base.weight(site)
                 np.testing.assert_allclose(expected, weight, rtol=1e-5, atol=1e-6 * np.abs(weight).max())
                 continue
             added, rounding = products(changed, site.matrices)
             weight = base.weight(site)
             weight = vector(changed.gain, np.ones(len(weight)))[:, None] * weight
+            if changed.replaced is not None:
+                ids = np.frombuffer(changed.replaced.ids, "<i4")
+                assert changed.table or not weight[ids].any(), "the product with the engine's row is dropped"
+                weight[ids] = 0
+                added[ids], rounding[ids] = numbers(changed.replaced.rows, len(ids), changed.columns)
             error, bound = np.abs(weight + added - expected), rounding + 1e-5 * np.abs(weight) + 1e-7
             assert (error <= bound).all(), (site.weight, (error - bound).max())
             assert added.any() or changed.bias is not None
             if site.bias is not None:
                 bias = base.bias(site) + vector(changed.bias, np.zeros(site.rows))
-                wanted = mapped_bias(site, base.vectors, read("bias"))
+                wanted = mapped_bias(site, base.vectors, read("bias", site))
                 np.testing.assert_allclose(bias, wanted, rtol=1e-5, atol=1e-6, err_msg=str(site.bias))
-        assert opened.max_rank == max(piece.rank for site in opened.sites.values() for piece in site.pieces)
+        ranks = [piece.rank for site in opened.sites.values() for piece in site.pieces]
+        assert opened.max_rank == max(ranks, default=0)
         return len(opened.sites)
 
 
+SOME: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"]}
 CASES: list[tuple[str, dict[str, Any], str | None, dict[str, Any]]] = [
     ("llama", {}, None, {"target_modules": LINEARS}),
     ("llama", {}, "int8-sq", {"target_modules": EVERY, **PATTERNS}),
@@ -233,6 +256,13 @@ CASES: list[tuple[str, dict[str, Any], str | None, dict[str, Any]]] = [
     ("mixtral", {}, "int4-awq", {**EXPERTS, "r": 1}),
     ("gpt_oss", {}, None, EXPERTS),
     ("deepseek_v3", {}, "int8-wo", {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa"]}),
+    ("llama", UNTIED, None, {"target_modules": ["lm_head", "q_proj", "o_proj"]}),
+    ("llama", TIED, "int8-wo", {"target_modules": ["lm_head", "embed_tokens", "down_proj"], "r": 11}),
+    ("llama", UNTIED, "int8-sq", {"target_modules": ["lm_head", "q_proj", "o_proj"], "use_dora": True}),
+    ("gemma3_text", {}, "int4-rtn", {"target_modules": ["embed_tokens", "o_proj", "q_proj"]}),
+    ("llama", TIED, "fp8", {"target_modules": ["q_proj", "o_proj"], "trainable_token_indices": [306, 0, 5]}),
+    ("llama", UNTIED, None, {**SOME, "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [9, 3, 306]}}),
+    ("llama", TIED, "int8-wo", {**SOME, "modules_to_save": ["embed_tokens", "lm_head"]}),
 ]
 
 
@@ -244,11 +274,47 @@ def test_a_prepared_adapter_is_the_merged_weights(
 ) -> None:
     model = tiny_model(config := tiny_config(family, **overrides))
     trained(model, tmp_path, **lora)
+    without_base(tmp_path)
     checkpoint = MemoryCheckpoint.of(model, config)
     engine = built(checkpoint, tmp_path, quant)
     file = prepared(tmp_path, engine)
     assert check(engine, file, checkpoint, Adapter(tmp_path)) >= config.get("num_hidden_layers", config.get("n_layer"))
     assert file.read_bytes() == prepared(tmp_path, engine, "again.lora").read_bytes()
+
+
+def without_base(folder: Path) -> None:
+    """Takes the model's own weights, which PEFT saves with factors of heads and embeddings, out of an adapter."""
+    stored = load_file(folder / WEIGHTS)
+    edited(folder, tensors={name: None for name in stored if name.endswith(".base_layer.weight")})
+
+
+@pytest.mark.parametrize("quant", [None, "int8-wo", "int4-rtn"])
+@pytest.mark.parametrize("kind", ["factors", "whole matrices"])
+def test_rows_that_the_engine_has_are_not_in_the_file(tmp_path: Path, quant: str | None, kind: str) -> None:
+    """PEFT saves whole matrices, in which some rows may be the model's, here in fp32, which the builder rounds."""
+    model = tiny_model(config := tiny_config("llama", **TIED))
+    model.model.embed_tokens.weight.data *= 1 + 2**-10
+    both = ["embed_tokens", "lm_head"]
+    choices = {"target_modules": both} if kind == "factors" else {**SOME, "modules_to_save": both}
+    trained(model, tmp_path, **choices)
+    engine = built(MemoryCheckpoint.of(model, config), tmp_path, quant)
+    own = model.model.embed_tokens.weight.detach()
+    name = "{}.base_layer.weight" if kind == "factors" else "{}.weight"
+    head, table = (f"base_model.model.{name.format(module)}" for module in ("lm_head", "model.embed_tokens"))
+    changed = own.clone()
+    changed[[3, 306]] += 0.1
+    edited(tmp_path, tensors={head: own.clone(), table: changed})
+    with AdapterFile.open(prepared(tmp_path, engine)) as adapter:
+        tables = adapter.sites["model.embed_tokens.weight.table"]
+        assert tables.replaced is not None and list(np.frombuffer(tables.replaced.ids, "<i4")) == [3, 306]
+        rows, _ = numbers(tables.replaced.rows, 2, 48)
+        added = _products(tables, 0, 1)[0][[3, 306]] if kind == "factors" else 0
+        np.testing.assert_allclose(rows, changed[[3, 306]].double().numpy() + added, atol=0.06, rtol=0)
+        if kind == "factors":
+            assert adapter.sites["model.embed_tokens.weight"].replaced is None
+        else:
+            assert adapter.sites["model.embed_tokens.weight"].replaced is None
+            assert tables.rank == 0
 
 
 def experts_apart(model: PreTrainedModel, folder: Path) -> MemoryCheckpoint:
@@ -304,19 +370,70 @@ def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 NAN = torch.full((7, 48), float("nan"))
+EMBEDDING = "model.embed_tokens.weight"
 HEAD = "base_model.model.lm_head.weight"
+ROWS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+EMBED_A, EMBED_B = (f"base_model.model.model.embed_tokens.lora_embedding_{part}" for part in "AB")
+IDS: dict[str, Any] = {"trainable_token_indices": [0, 5]}
+EMBED: dict[str, Any] = {"target_modules": ["embed_tokens"]}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[EngineError], str]] = [
     ({}, {}, {Q_A: NAN}, EngineError, "not finite"),
     ({}, {}, {Q_A: torch.full((7, 48), 3.4e38)}, EngineError, "not finite"),
     ({}, {}, {Q_A: torch.zeros(7, 47)}, EngineError, r"lora_A.weight has shape \[7, 47\], .* \[7, 48\]"),
     ({}, {}, {Q_B: torch.zeros(49, 7)}, EngineError, r"lora_B.weight has shape \[49, 7\], .* \[48, 7\]"),
     ({"r": 321}, {}, {}, UnsupportedModelError, "rank 321.*at most 320.*\n.*engine build --merge"),
-    ({"target_modules": ["q_proj", "lm_head"]}, {}, {}, UnsupportedModelError, r"changes lm_head.*heads.*\n.*--merge"),
-    ({"target_modules": ["embed_tokens"]}, {}, {}, UnsupportedModelError, "embed_tokens.*embeddings are no"),
     ({"modules_to_save": ["input_layernorm"]}, {}, {}, UnsupportedModelError, "input_layernorm.*norms.*are no"),
     ({"modules_to_save": ["o_proj"]}, {}, {}, UnsupportedModelError, "o_proj.*replaces the whole layer"),
-    ({"trainable_token_indices": [0, 5]}, {}, {}, UnsupportedModelError, "embeddings are no"),
     ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, {}, {}, UnsupportedModelError, "layers.1.* model"),
+    ({**IDS}, {}, {ROWS: torch.full((2, 48), float("inf"))}, EngineError, "not finite"),
+    ({**IDS}, {}, {ROWS: torch.full((2, 48), 3.4e38)}, EngineError, "not finite"),
+    ({**IDS}, {}, {ROWS: torch.zeros(2, 47)}, EngineError, r"rows of shape|has shape \[2, 47\], .* \[2, 48\]"),
+    ({**IDS}, {}, {ROWS: torch.zeros(3, 48)}, EngineError, r"rows of shape \[3, 48\] for 2 tokens"),
+    ({**IDS}, {"trainable_token_indices": [5, 5]}, {}, EngineError, "embed_tokens has a token twice"),
+    ({**IDS}, {"trainable_token_indices": [-1, 5]}, {}, EngineError, "or one below 0"),
+    (
+        {**IDS},
+        {"trainable_token_indices": [5, 307]},
+        {},
+        UnsupportedModelError,
+        r"adds tokens .* token 307, .*\n.*tokenizer",
+    ),
+    ({**IDS}, {"alora_invocation_tokens": [5]}, {}, UnsupportedModelError, "embed_tokens.*tokens before them"),
+    (
+        {**IDS},
+        {},
+        {EMBED_A: torch.zeros(7, 307), EMBED_B: torch.zeros(48, 7)},
+        UnsupportedModelError,
+        "other changes of",
+    ),
+    ({**EMBED}, {}, {EMBED_A: torch.zeros(7, 306)}, EngineError, r"\[7, 306\], .* \[7, 307\]"),
+    ({**EMBED}, {}, {EMBED_B: torch.zeros(49, 7)}, EngineError, r"\[49, 7\], .* \[48, 7\]"),
+    (
+        {**EMBED},
+        {},
+        {EMBED_A: torch.zeros(7, 309)},
+        UnsupportedModelError,
+        r"adds tokens .* 309 tokens.* 307.*\n.*tokenizer",
+    ),
+    ({**EMBED}, {}, {EMBED_A: torch.full((7, 307), float("nan"))}, EngineError, "not finite"),
+    ({**EMBED, "r": 321}, {}, {}, UnsupportedModelError, "embed_tokens .*rank 321.*at most 320"),
+    ({**EMBED}, {"alora_invocation_tokens": [5]}, {}, UnsupportedModelError, "embed_tokens.*tokens before them"),
+    (
+        {"modules_to_save": ["lm_head"]},
+        {},
+        {HEAD: torch.zeros(309, 48)},
+        UnsupportedModelError,
+        "adds tokens to lm_head",
+    ),
+    ({"modules_to_save": ["lm_head"]}, {}, {HEAD: torch.zeros(305, 48)}, EngineError, r"\[305, 48\], .* \[307, 48\]"),
+    ({"modules_to_save": ["lm_head"]}, {}, {HEAD: torch.full((307, 48), float("nan"))}, EngineError, "not finite"),
+    (
+        {"modules_to_save": ["lm_head"]},
+        {"alora_invocation_tokens": [5]},
+        {},
+        UnsupportedModelError,
+        "rows of its own in lm_h",
+    ),
 ]
 
 
@@ -451,6 +568,95 @@ def test_wrong_heads_are_refused(latent: Path, tmp_path: Path, text: str, lie: C
         AdapterFile.open(tmp_path / "wrong.lora")
 
 
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine of the tiny llama, whose head has the weight of the embedding."""
+    return built(MemoryCheckpoint.tiny("llama", **TIED), tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter with rows of tokens and factors of the head, for `tied`."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    choices = {"target_modules": ["lm_head"], "trainable_token_indices": [5, 306, 9]}
+    trained(tiny_model(tiny_config("llama", **TIED)), folder, **choices)
+    return prepared(folder, tied)
+
+
+# Lies about the site of the table, then about that of the head.
+VOCABULARY_LIES: list[tuple[str, int, Callable[[dict[str, Any]], Any]]] = [
+    ("one weight", 0, lambda site: site.update(table=False)),
+    ("is no table, or", 0, lambda site: site.update(experts=[0])),
+    ("is no table, or", 0, lambda site: site.update(bias=True)),
+    ("is not there as", 0, lambda site: site.update(replaced=2)),
+    ("308 rows that are replaced", 0, lambda site: site.update(replaced=308)),
+    ("-1 rows that are replaced", 0, lambda site: site.update(replaced=-1)),
+    ("is not there as", 0, lambda site: site.update(columns=47)),
+    ("without a gain", 1, lambda site: site.update(gain=False)),
+    ("leaves its rows", 1, lambda site: site["pieces"][0].update(count=308)),
+    ("one weight", 1, lambda site: site.update(table=True, gain=False)),
+]
+
+
+@pytest.mark.parametrize(("text", "number", "lie"), VOCABULARY_LIES)
+def test_wrong_tables_and_rows_are_refused(
+    vocabulary: Path, tmp_path: Path, text: str, number: int, lie: Callable[[dict[str, Any]], Any]
+) -> None:
+    with EngineFile.open(vocabulary, adapters=True) as file:
+        entries = json.loads(file.read_section(ADAPTER))
+    assert [site.get("table", False) for site in entries["sites"]] == [True, False]
+    lie(entries["sites"][number])
+    changed = with_sections(vocabulary, tmp_path / "wrong.lora", {ADAPTER: msgspec.json.encode(entries)})
+    with pytest.raises(CorruptEngineError, match=text):
+        AdapterFile.open(changed)
+
+
+def with_sections(lora: Path, path: Path, contents: Mapping[str, bytes]) -> Path:
+    """An adapter's file with other contents of some sections, and hashes that fit."""
+    with EngineFile.open(lora, adapters=True) as file, EngineWriter(path, 300) as writer:
+        for name, form in file.sections.items():
+            content = contents.get(name, file.read_section(name))
+            writer.add(name, content, dtype=form.dtype, shape=form.shape, layout=form.layout)
+        writer.commit(About(**{field: getattr(file.manifest, field) for field in About.__struct_fields__}))
+    return path
+
+
+@pytest.mark.parametrize("ids", [[9, 5, 306], [5, 5, 306], [-1, 5, 306], [5, 9, 307]])
+@pytest.mark.parametrize("end", [".table", ""])
+def test_wrong_numbers_of_rows_are_refused(vocabulary: Path, tmp_path: Path, ids: list[int], end: str) -> None:
+    section = f"weights/{EMBEDDING}{end}.ids"
+    changed = with_sections(vocabulary, tmp_path / "wrong.lora", {section: np.array(ids, "<i4").tobytes()})
+    with pytest.raises(CorruptEngineError, match="not in order, or not there"):
+        AdapterFile.open(changed)
+
+
+def test_a_gain_of_replaced_rows_is_refused(vocabulary: Path, tmp_path: Path) -> None:
+    section = f"weights/{EMBEDDING}.gain"
+    changed = with_sections(vocabulary, tmp_path / "wrong.lora", {section: np.ones(307, "<f4").tobytes()})
+    with pytest.raises(CorruptEngineError, match="rows whose gain is not 0"):
+        AdapterFile.open(changed)
+
+
+def test_rows_of_tokens_with_lengths_of_a_tied_head_are_refused(tied: Path, tmp_path: Path) -> None:
+    choices = {"target_modules": ["lm_head"], "use_dora": True, "trainable_token_indices": [5, 9]}
+    trained(tiny_model(tiny_config("llama", **TIED)), tmp_path, **choices)
+    with pytest.raises(UnsupportedModelError, match=r"embed_tokens and lm_head, which share a weight"):
+        prepared(tmp_path, tied)
+
+
+def test_tables_of_other_engines_are_refused(tied: Path, vocabulary: Path) -> None:
+    with EngineFile.open(tied) as file, AdapterFile.open(vocabulary) as adapter:
+        adapter.check_fits(file.manifest)
+        sites = AdapterSites.from_json(file.read_section(ADAPTER_SITES), file.sections).sites
+        check_sites(adapter, sites)
+        of_table = next(site for site in sites if site.kind == "table")
+        others = [site for site in sites if site is not of_table]
+        disguised = msgspec.structs.replace(of_table, kind="linear", weight=of_table.key)
+        for wrong in others, [*others, disguised], [*others, msgspec.structs.replace(of_table, rows=306)]:
+            with pytest.raises(CorruptEngineError, match=r"has no adapter site .*\.table of its form"):
+                check_sites(adapter, wrong)
+
+
 def test_engines_without_sites_and_other_engines_are_refused(base: Path, lora: Path, tmp_path: Path) -> None:
     with EngineFile.open(base) as file, EngineWriter(tmp_path / "old.engine", 300) as writer:
         for name, form in file.sections.items():
@@ -577,6 +783,10 @@ SITE_LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("no vector", lambda site: site.update(row_factors="chat_template")),
     ("no vector", lambda site: site.update(column_order="nothing")),
     ("unknown field", lambda site: site.update(more=1)),
+    ("Invalid enum", lambda site: site.update(kind="other")),
+    ("head or a table of several", lambda site: site.update(kind="table", runs=[*site["runs"], site["runs"][0]])),
+    ("head or a table of several", lambda site: site.update(kind="output_head", runs=[*site["runs"], site["runs"][0]])),
+    ("head or a table of several", lambda site: site.update(kind="table", runs=site["runs"][:1])),
 ]
 
 
@@ -584,7 +794,7 @@ SITE_LIES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 def test_wrong_sites_are_refused(base: Path, tmp_path: Path, text: str, lie: Callable[[dict[str, Any]], Any]) -> None:
     with EngineFile.open(base) as file:
         sites = json.loads(file.read_section(ADAPTER_SITES))
-    lie(sites["sites"][0])
+    lie(next(site for site in sites["sites"] if "kind" not in site))
     changed = copied(base, tmp_path / "x.engine", {ADAPTER_SITES: msgspec.json.encode(sites)})
     trained(tiny_model(tiny_config("llama", **BIASES)), tmp_path, target_modules=["q_proj"])
     with pytest.raises(CorruptEngineError, match=text):
@@ -594,18 +804,21 @@ def test_wrong_sites_are_refused(base: Path, tmp_path: Path, text: str, lie: Cal
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tiny_checkpoint(tmp_path, "llama")
-    trained(tiny_model(tiny_config("llama")), tmp_path / "poet", target_modules=LINEARS)
+    choices = {"target_modules": LINEARS, "trainable_token_indices": [5, 9]}
+    trained(tiny_model(tiny_config("llama")), tmp_path / "poet", **choices)
     made = run_engine("build", str(folder), "--quant", "int8-wo", "--gate", "off", "-o", "base.engine")
     assert made.exit_code == 0, made.output
     made = run_engine("adapter", "poet", "--engine", "base.engine")
-    assert made.exit_code == 0 and "15 layers of the checkpoint, in 12 of the engine" in made.output, made.output
+    assert made.exit_code == 0 and "16 layers of the checkpoint, in 13 of the engine" in made.output, made.output
     again = run_engine("adapter", "poet", "--engine", "base.engine", "-o", "again.lora", "--json")
     assert json.loads(again.stdout)["max_rank"] == 7
     assert Path("poet.lora").read_bytes() == Path("again.lora").read_bytes()
     shown = json.loads(run_engine("inspect", "poet.lora", "--json").output)
     assert shown["engine"] == json.loads(run_engine("inspect", "base.engine", "--json").output)["content_hash"]
-    assert (shown["name"], shown["layers"], shown["max_rank"]) == ("poet", 12, 7)
-    assert "the adapter poet (llama)" in run_engine("inspect", "poet.lora", "--sections").output
+    assert (shown["name"], shown["layers"], shown["max_rank"], shown["rows"]) == ("poet", 13, 7, 2)
+    listed = run_engine("inspect", "poet.lora", "--sections").output
+    assert "the adapter poet (llama)" in listed and ", and 2 rows of its own" in listed
+    assert "weights/model.embed_tokens.weight.table.ids" in listed
     checked = run_engine("verify", "poet.lora")
     assert checked.exit_code == 0 and "goldens" in checked.output, checked.output
     assert run_engine("diff", "poet.lora", "again.lora").exit_code == 0

@@ -33,6 +33,7 @@ EXPERTS: dict[str, Any] = {
 }
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+TOKENS = [(number * 31 + 36) % 200 + 5 for number in range(40)]  # tokens of `prompt`, and others
 CASES: Sequence[tuple[str, str, dict[str, Any]]] = [
     ("llama", "bf16", {"target_modules": LINEARS}),
     ("llama", "bf16", {"target_modules": ["v_proj"], "r": 1}),
@@ -51,6 +52,32 @@ CASES: Sequence[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "int4-rtn", {**EXPERTS, "lora_alpha": 9}),
     ("glm4_moe", "bf16", {**EXPERTS, "target_modules": ["shared_experts.gate_proj", "shared_experts.down_proj"]}),
 ]
+TIED, UNTIED = ({"tie_word_embeddings": is_tied} for is_tied in (True, False))
+WITH_Q: dict[str, Any] = {"target_modules": ["q_proj"]}
+# Changes of the output head and the embedding.
+VOCABULARY: Sequence[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("llama", UNTIED, "bf16", {"target_modules": ["q_proj", "lm_head"]}),
+    ("llama", TIED, "int8-wo", {"target_modules": ["lm_head"], "r": 33}),
+    ("llama", TIED, "bf16", {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}),
+    ("llama", UNTIED, "int4-rtn", {"target_modules": ["embed_tokens"]}),
+    ("llama", TIED, "int8-sq", {"target_modules": ["embed_tokens"]}),
+    ("llama", UNTIED, "int8-sq", {"target_modules": ["embed_tokens", "lm_head"], "use_rslora": True, "r": 3}),
+    ("gemma3_text", {}, "bf16", {"target_modules": ["embed_tokens", "lm_head"], "r": 1}),
+    ("gpt2", {}, "bf16", {"target_modules": ["wte", "lm_head"]}),
+    ("granite", {}, "int8-wo", {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}),
+    ("llama", TIED, "bf16", {**WITH_Q, "trainable_token_indices": TOKENS}),
+    ("llama", TIED, "bf16", {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": TOKENS}),
+    (
+        "llama",
+        UNTIED,
+        "int8-wo",
+        {**WITH_Q, "trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS[:9]}},
+    ),
+    ("gemma3_text", {}, "int8-sq", {**WITH_Q, "trainable_token_indices": TOKENS}),
+    ("llama", TIED, "bf16", {**WITH_Q, "modules_to_save": ["lm_head"]}),
+    ("llama", TIED, "int8-sq", {**WITH_Q, "modules_to_save": ["embed_tokens"]}),
+    ("qwen3_moe", {}, "int8-wo", {**WITH_Q, "modules_to_save": ["embed_tokens", "lm_head"]}),
+]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -63,6 +90,30 @@ def test_answers_are_those_of_peft(family: str, quant: str, lora: dict[str, Any]
     model, engine = tiny_model(config), tmp_path / "tiny.engine"
     build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=quant_config(quant), gate=None), engine)
     check_answers(engine, model, trained(model, tmp_path / "adapter", **lora), tmp_path, quant)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "quant", "lora"),
+    VOCABULARY,
+    ids=[f"{family}-{quant}-{'-'.join(map(str, lora))}" for family, _, quant, lora in VOCABULARY],
+)
+def test_answers_with_heads_and_embeddings(
+    family: str, overrides: dict[str, Any], quant: str, lora: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny_config(family, **{**ALL_EXPERTS.get(family, {}), **overrides})
+    model, engine = tiny_model(config), tmp_path / "tiny.engine"
+    build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=quant_config(quant), gate=None), engine)
+    check_answers(engine, model, trained(model, tmp_path / "adapter", **lora), tmp_path, quant)
+
+
+@pytest.mark.parametrize("method", ["int4-rtn", "fp8"])
+@pytest.mark.parametrize("kind", ["target_modules", "modules_to_save"])
+def test_answers_with_a_head_that_is_quantized_as_a_layer(method: str, kind: str, tmp_path: Path) -> None:
+    model, engine = tiny_model(config := tiny_config("llama", **UNTIED)), tmp_path / "tiny.engine"
+    config_of_build = BuildConfig(quant=quant_config(method, quantize_lm_head=True), gate=None)
+    build_engine(MemoryCheckpoint.of(model, config), config_of_build, engine)
+    adapted = trained(model, tmp_path / "adapter", **{**WITH_Q, kind: ["lm_head"], "lora_alpha": 9})
+    check_answers(engine, model, adapted, tmp_path, method)
 
 
 @pytest.mark.parametrize("quant", ["bf16", "int8-wo"])
@@ -96,7 +147,7 @@ def scores(output: RequestOutput) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Adapted:
-    """An engine, and four adapters of it with different ranks and modules."""
+    """An engine, and adapters of it with different ranks and modules."""
 
     engine: Path
     requests: list[LoRARequest | None]  # the base first
@@ -106,7 +157,7 @@ class Adapted:
 def adapted(family: str) -> Adapted:
     folder = folder_of_engines() / f"adapted-{family}"
     folder.mkdir()
-    config = tiny_config(family)
+    config = tiny_config(family, **(TIED if family == "llama" else {}))
     model, engine = tiny_model(config), folder / "tiny.engine"
     build_engine(MemoryCheckpoint.of(model, config), BuildConfig(gate=None), engine)
     modules = LINEARS if family == "llama" else ["q_proj", "o_proj"]
@@ -114,6 +165,12 @@ def adapted(family: str) -> Adapted:
     if family in MIXTURES:
         parts = [EXPERTS["target_parameters"], [], EXPERTS["target_parameters"][1:], []]
         choices = [{**choice, "target_parameters": own} for choice, own in zip(choices, parts, strict=True)]
+    if family == "llama":
+        choices += [
+            {"r": 5, "target_modules": ["lm_head", "embed_tokens"]},
+            {"trainable_token_indices": TOKENS},
+            {"modules_to_save": ["lm_head"]},
+        ]
     requests: list[LoRARequest | None] = [None]
     for number, choice in enumerate(choices):
         trained(model, folder / str(number), seed=number, **{"target_modules": modules, **choice})
@@ -189,7 +246,8 @@ def test_requests_of_all_kinds(llm: LLM, params: SamplingParams) -> None:
 
 
 def test_speculation_changes_no_bit(llm: LLM) -> None:
-    texts, requests = [prompt(seed % 2, 40) * 2 for seed in range(5)], adapted("llama").requests
+    requests = adapted("llama").requests
+    texts = [prompt(seed % 2, 40) * 2 for seed in range(len(requests))]
     right = list(map(answer, llm.generate(texts, PARAMS, lora_request=requests)))
     with LLM(adapted("llama").engine, enable_lora=True, speculate="ngram", **LIMITS) as drafting:
         assert list(map(answer, drafting.generate(texts, PARAMS, lora_request=requests))) == right

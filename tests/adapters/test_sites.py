@@ -28,10 +28,9 @@ from tests.helpers.tiny import MemoryCheckpoint, saved, tiny_config, tiny_model
 Array = npt.NDArray[np.float32]
 ROUNDING = 2**-8  # that of bfloat16, which restored weights have, and those in act-order only where they are restored
 BIASES = {"attention_bias": True, "mlp_bias": True}
-# Last names of matrices that have no site: heads, tables, routers, and biases of experts.
+# Last names of matrices that have no site: tables of positions, routers, and biases of experts.
 WITHOUT = {
-    *("lm_head", "embed_tokens", "embed_tokens_per_layer", "embeddings", "wte", "wpe"),
-    *("gate", "router", "gate_up_proj_bias", "down_proj_bias", "e_score_correction_bias"),
+    *("wpe", "gate", "router", "gate_up_proj_bias", "down_proj_bias", "e_score_correction_bias"),
 }
 GRANITE = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "attention_multiplier": 0.02}
 
@@ -62,12 +61,17 @@ def check_sites(
     graph, named = assembly.dense.graph.initializers, {at: name for name, at in assembly.section_names.items()}
     is_transposed = checkpoint.config["model_type"] == "gpt2"
 
-    def weight(module: str) -> Array:
-        values = stored_matrix(weights, module, checkpoint.config["model_type"] == "gpt_oss")
-        numbers: Array = values.to(torch.bfloat16).float().numpy()
-        return numbers.T if is_transposed else numbers
-
     sites = list(sites_of(assembly))
+    tables = {site.weight: site.runs[0].module for site in sites if site.kind == "table"}
+    tied = {
+        site.runs[0].module: tables[site.weight] for site in sites if site.kind != "table" and site.weight in tables
+    }
+
+    def weight(module: str) -> Array:
+        values = stored_matrix(weights, tied.get(module, module), checkpoint.config["model_type"] == "gpt_oss")
+        numbers: Array = values.to(torch.bfloat16).float().numpy()
+        return numbers.T if is_transposed and module not in {*tied, *tables.values()} else numbers
+
     for site in sites:
         expected = unquantized(graph[named[site.weight]])
         np.testing.assert_allclose(mapped(site, assembly.files, weight), expected, rtol, err_msg=site.weight)
@@ -103,7 +107,11 @@ def test_sites_make_weights_of_the_checkpoints_tensors(
     assembly = assembled(checkpoint, quant_config(quant) if quant else None)
     sites = check_sites(checkpoint, assembly, checkpoint.stored)
     head = head_of(assembly.dense)
-    assert head is not None and all(site.weight != head.weight.name for site in sites)
+    assert head is not None
+    name = {at: name for name, at in assembly.section_names.items()}
+    of_head = [site for site in sites if site.kind == "output_head"]
+    assert [name[site.weight] for site in of_head] == [head.weight.name]
+    assert [run.module for run in of_head[0].runs] == ["lm_head"]
     matrices = {
         name.removesuffix(".weight"): info.shape
         for name, info in checkpoint.tensors.items()
@@ -115,25 +123,26 @@ def test_sites_make_weights_of_the_checkpoints_tensors(
         if len(shape) == 3 and shape[1] > 1  # not a convolution's
         for expert in range(shape[0])
     }
-    assert {
+    assert expected | {"lm_head"} == {
         matrix_name(run.module, expert) if site.experts else run.module
         for site in sites
         for run in site.runs
         for expert in range(max(site.experts, 1))
-    } == expected
+    }
     if quant in ("int8-sq", "int4-awq"):
         assert any(site.column_factors for site in sites) and any(site.row_factors for site in sites)
 
 
 def test_sites_of_engines_for_cpus_and_gpus() -> None:
-    """Only engines with code for CPUs have sites of experts and heads."""
+    """Only engines with code for CPUs have sites of experts, heads, the output head and tables."""
     checkpoint = MemoryCheckpoint.tiny("deepseek_v3")
     of_cpu, of_gpu, of_both = (
         sites_of(assemble(checkpoint, BuildConfig(gate=None, targets=targets), Silent()))
         for targets in (("cpu",), ("cuda:sm_80",), ("cpu", "cuda:sm_80"))
     )
     assert of_cpu == of_both and any(site.experts for site in of_cpu) and any(site.heads for site in of_cpu)
-    assert of_gpu == tuple(site for site in of_cpu if site.matrices == 1)
+    assert {site.kind for site in of_cpu} == {"linear", "output_head", "table"}
+    assert of_gpu == tuple(site for site in of_cpu if site.matrices == 1 and site.kind == "linear")
 
 
 @pytest.mark.parametrize("order", ["shared", "each"])
@@ -141,9 +150,9 @@ def test_sites_of_a_checkpoint_in_act_order(order: str) -> None:
     tiny = tiny_quantized(gptq(order=order), {**GPTQ, "desc_act": True}, mlp_bias=True)
     assembly = assembled(tiny.checkpoint, None)
     sites = check_sites(tiny.checkpoint, assembly, dict(tiny.model.state_dict()), ROUNDING)
-    assert len(sites) == 4 * tiny.checkpoint.config["num_hidden_layers"]
+    assert len(sites) == 4 * tiny.checkpoint.config["num_hidden_layers"] + 2
     ordered = [site.weight for site in sites if site.column_order]  # each o_proj and down_proj reads its input alone
-    assert len(ordered) == len(sites) if order == "shared" else not any("qkv" in name for name in ordered)
+    assert len(ordered) == len(sites) - 2 if order == "shared" else not any("qkv" in name for name in ordered)
     assert any(site.row_order for site in sites)
 
 

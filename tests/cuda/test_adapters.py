@@ -17,7 +17,7 @@ from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.commands import prepare_adapter
 from enginewright.builder.gate import GateConfig
 from enginewright.engine_file import EngineFile
-from enginewright.errors import UsageError
+from enginewright.errors import UnsupportedModelError, UsageError
 from enginewright.runtime.commands.score import forced
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core import engine_core as core
@@ -149,6 +149,34 @@ def test_slots_hold_what_is_loaded() -> None:
                 check_slot(adapter, engine, LORA)
         with AdapterFile.open(adapters()[2]) as adapter, pytest.raises(UsageError, match="48 rows of A there"):
             check_slot(adapter, engine, replace(LORA, max_lora_rank=5))
+
+
+VOCABULARY: Sequence[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["embed_tokens"]},
+    {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+]
+
+
+def test_heads_and_embeddings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine for both has sites on the CPU alone, and one for GPUs has none."""
+    monkeypatch.setattr(build, "code_sections", lambda kernels, targets: {})
+    for name, targets in ("both", ("cpu", "cuda:sm_80")), ("gpu", ("cuda:sm_80",)):
+        config = BuildConfig(quant=quant_config("bf16"), targets=targets, gate=None)
+        build_engine(checkpoint_of("llama"), config, tmp_path / f"{name}.engine")
+    for number, choices in enumerate(VOCABULARY):
+        folder = tmp_path / str(number)
+        trained(tiny_model(tiny_config("llama")), folder, **choices)
+        with pytest.raises(UnsupportedModelError, match=r"output head and embeddings .* code for a CPU"):
+            prepare_adapter(str(folder), tmp_path / "gpu.engine", tmp_path / "x.lora")
+        lora = prepared(tmp_path / "both.engine", folder)
+        with EngineFile.open(tmp_path / "both.engine") as file, AdapterFile.open(lora) as adapter:
+            check_slot(adapter, Engine(file, "cpu"), LORA)
+            engine = Engine(file, "cuda")
+            assert all(site.kind == "linear" for site in served_sites(engine))
+            with pytest.raises(UsageError, match=r"on a GPU.*the output head and embeddings .* CPUs alone"):
+                check_slot(adapter, engine, LORA)
 
 
 def test_engines_of_older_releases_are_refused() -> None:

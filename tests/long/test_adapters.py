@@ -18,11 +18,11 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.runtime.server.config import ServerConfig
 from tests.adapters import test_prepare, test_served
 from tests.helpers.adapters import prepared, trained
-from tests.helpers.breadth import repeated
+from tests.helpers.breadth import others, repeated
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.process_facts import held, resident_bytes
 from tests.helpers.serving import COMPLETIONS, Running
-from tests.helpers.tiny import HYBRIDS, LATENT, MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import FAMILIES, HYBRIDS, LATENT, MemoryCheckpoint, tiny_config, tiny_model
 
 ADMIN = {"Authorization": "Bearer admin"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -55,6 +55,21 @@ test_answers_are_those_of_peft = repeated(
     ("family", "quant", "lora"),
     [(family, quant, LORA[family]) for family, quant in SERVED],
     ids=[f"{family}-{quant}" for family, quant in SERVED],
+)
+
+TABLES = {"gpt2": "wte"}  # families whose embedding has another name than embed_tokens
+VOCABULARY = others(
+    [family for family in FAMILIES if family not in HYBRIDS], [one[0] for one in test_served.VOCABULARY]
+)
+
+test_answers_with_heads_and_embeddings = repeated(
+    test_served.test_answers_with_heads_and_embeddings,
+    ("family", "overrides", "quant", "lora"),
+    [
+        (family, {}, "bf16", {"target_modules": [TABLES.get(family, "embed_tokens"), "lm_head"]})
+        for family in VOCABULARY
+    ],
+    ids=VOCABULARY,
 )
 
 test_a_prepared_adapter_is_the_merged_weights = repeated(

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from enginewright import _cpu
-from enginewright.adapter_plan import GROUP_KERNEL, HEAD_KERNEL, KERNEL
+from enginewright.adapter_plan import GROUP_KERNEL, HEAD_KERNEL, KERNEL, TABLE_KERNEL
 from enginewright.errors import EngineError
 from enginewright.plan import Linear
 from enginewright.plugins import DOMAIN, PLUGINS, Plugin, binding_of, expand_references, plugin_of
@@ -152,7 +152,7 @@ BOUND = {name: plugin for name, plugin in PLUGINS.items() if plugin.kernels}
 def test_every_kernel_that_an_op_names_is_there_and_serves_an_op(isa: str) -> None:
     named = {plugin.kernels["cpu"].kernel for plugin in BOUND.values() if "cpu" in plugin.kernels}
     named |= {op.kernels["cpu"].kernel for op in STANDARD_OPS.values() if op.view is None}
-    assert named | {KERNEL, HEAD_KERNEL, GROUP_KERNEL} == set(_cpu.kernel_names(isa))
+    assert named | {KERNEL, HEAD_KERNEL, GROUP_KERNEL, TABLE_KERNEL} == set(_cpu.kernel_names(isa))
 
 
 def test_ops_without_a_kernel_are_those_that_a_pass_replaces() -> None:

@@ -32,7 +32,8 @@ def files() -> dict[str, Path]:
         found[name] = folder / f"{name}.engine"
         build_engine(MemoryCheckpoint.of(model, config), BuildConfig(gate=None), found[name])
         for number, adapter in enumerate({"one": ("poet", "lawyer"), "two": ("cook",)}[name]):
-            trained(model, folder / adapter, seed=number, target_modules=["q_proj", "down_proj"])
+            modules = ["embed_tokens", "lm_head"] if adapter == "lawyer" else ["q_proj", "down_proj"]
+            trained(model, folder / adapter, seed=number, target_modules=modules)
             found[adapter] = prepared(found[name], folder / adapter)
     return found
 

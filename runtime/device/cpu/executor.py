@@ -88,7 +88,7 @@ class CpuExecutor:
                 for group, count in zip(self.plan.caches, self.memory_plan.num_blocks, strict=True)
             ]
             self.place_memory = [HostPlaces(pool) for pool in self.pools]
-            self._site_index = {site.weight: index for index, site in enumerate(sites)}
+            self._site_index = {site.key: index for index, site in enumerate(sites)}
             self._adapters = self._open_adapters(sites, config) if sites else None
             self._executor = _cpu.Executor(self.isa, self.threads, self.memory_plan.limits.counts, inputs, arena_bytes)
             for call in self.plan.calls:
@@ -139,7 +139,7 @@ class CpuExecutor:
         assert self._adapters is not None, "enable_lora is True"
         changes = [
             (
-                self._site_index[weight],
+                self._site_index[key],
                 site.rank,
                 site.a,
                 [(piece.begin, piece.count, piece.rank, piece.first_rank, piece.b) for piece in site.pieces],
@@ -148,9 +148,14 @@ class CpuExecutor:
                 site.matrices,
                 site.shared,
             )
-            for weight, site in adapter.sites.items()
+            for key, site in adapter.sites.items()
         ]
-        self._adapters.load(slot, changes)
+        replaced = [
+            (self._site_index[key], site.replaced.count, site.replaced.ids, site.replaced.rows)
+            for key, site in adapter.sites.items()
+            if site.replaced is not None
+        ]
+        self._adapters.load(slot, changes, replaced)
 
     def unload_adapter(self, slot: int) -> None:
         """Empties a slot that no step uses."""
@@ -201,6 +206,7 @@ class CpuExecutor:
             limits.tokens,
             limits.logit_rows,
             max_top(self.plan),
+            [index for index, site in enumerate(sites) if site.kind == "table"],
         )
 
     def _check_weights(self) -> None:

@@ -62,7 +62,7 @@ class DeviceAdapters:
     def __init__(self, device: Device, plan: Plan, sites: Sequence[Site], num_slots: int, max_rank: int) -> None:
         assert plan.adapting is not None, "model_plan refuses engines without code for adapters"
         self._device = device
-        self._site_index = {site.weight: index for index, site in enumerate(sites)}
+        self._site_index = {site.key: index for index, site in enumerate(sites)}
         self._max_ranks = [site_rank(site, max_rank) for site in sites]
         self._tile_rows = plan.adapting.expand.grid[0].per
         calls = [call for call in plan.calls if call.kernel == KERNEL]
