@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace as replaced
 
-from enginewright.adapter_file import AdapterFile
+from enginewright.adapter_file import AdapterFile, ReplacedRows
 from enginewright.builder import build
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.commands import prepare_adapter
@@ -177,6 +177,14 @@ def test_heads_and_embeddings_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
             assert all(site.kind == "linear" for site in served_sites(engine))
             with pytest.raises(UsageError, match=r"on a GPU.*the output head and embeddings .* CPUs alone"):
                 check_slot(adapter, engine, LORA)
+            if number == 0:  # a file may also say that it replaces rows of a layer which adapters can change
+                (own,) = (
+                    site for key, site in adapter.sites.items() if key.endswith("layers.0.self_attn.qkv_proj.weight")
+                )
+                rows = ReplacedRows(1, memoryview(np.zeros(1, "<i4")), own.a)
+                adapter.sites = {"model.layers.0.self_attn.qkv_proj.weight": replace(own, replaced=rows)}
+                with pytest.raises(UsageError, match=r"on a GPU.*it changes model.layers.0.self_attn.qkv_proj"):
+                    check_slot(adapter, engine, LORA)
 
 
 def test_engines_of_older_releases_are_refused() -> None:
