@@ -6,6 +6,7 @@
 #include "dispatch.h"
 #include "operands.h"
 #include "poison.h"
+#include "ranks.h"
 
 namespace enginewright {
 
@@ -41,29 +42,27 @@ const Sizes& checked_limits(const Sizes& s) {
 
 class StepJob final : public Job {
  public:
-  StepJob(const std::vector<std::unique_ptr<Kernel>>& kernels, const Sizes& sizes)
-      : kernels_(kernels), sizes_(sizes) {}
+  StepJob(const std::vector<BoundKernel>& kernels, const Sizes& sizes) : kernels_(kernels), sizes_(sizes) {}
 
   void run(Worker& worker) override {
     bool needs_barrier = false;
-    for (const std::unique_ptr<Kernel>& kernel : kernels_) {
+    for (const auto& [kernel, needs_barrier_before] : kernels_) {
       if (kernel->is_idle()) continue;
-      if (needs_barrier) worker.sync();
+      if (needs_barrier || needs_barrier_before) worker.sync();
       needs_barrier = kernel->needs_barrier_after();
       kernel->run(sizes_, worker);
     }
   }
 
  private:
-  const std::vector<std::unique_ptr<Kernel>>& kernels_;
+  const std::vector<BoundKernel>& kernels_;
   const Sizes& sizes_;
 };
 
 // The same, timed on thread 0.
 class ProfileJob final : public Job {
  public:
-  ProfileJob(const std::vector<std::unique_ptr<Kernel>>& kernels, const Sizes& sizes,
-             std::vector<KernelProfile>& profile)
+  ProfileJob(const std::vector<BoundKernel>& kernels, const Sizes& sizes, std::vector<KernelProfile>& profile)
       : kernels_(kernels), sizes_(sizes), profile_(profile) {}
 
   void run(Worker& worker) override {
@@ -71,8 +70,9 @@ class ProfileJob final : public Job {
     worker.sync();  // every thread is awake
     Clock::time_point start = Clock::now();
     for (size_t i = 0; i < kernels_.size(); ++i) {
-      if (!kernels_[i]->is_idle()) {
-        kernels_[i]->run(sizes_, worker);
+      const Kernel& kernel = *kernels_[i].kernel;
+      if (!kernel.is_idle()) {
+        kernel.run(sizes_, worker);
         worker.sync();
       }
       if (worker.index != 0) continue;
@@ -83,7 +83,7 @@ class ProfileJob final : public Job {
   }
 
  private:
-  const std::vector<std::unique_ptr<Kernel>>& kernels_;
+  const std::vector<BoundKernel>& kernels_;
   const Sizes& sizes_;
   std::vector<KernelProfile>& profile_;
 };
@@ -233,13 +233,25 @@ void Executor::add_kernel(const std::string& name, const Operands& operands, con
   const auto factory = table_.find(name);
   require(factory != table_.end(), "there is no kernel '" + name + "'");
   try {
-    std::unique_ptr<Kernel> kernel = factory->second(operands, attributes);
-    checks_->add(*kernel);
-    pool_.reserve_scratch(kernel->scratch_bytes());
-    kernels_.push_back(std::move(kernel));
+    append(factory->second(operands, attributes), false);
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(name + ": " + error.what());
   }
+}
+
+void Executor::add_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  try {
+    append(make_all_gather(x, unit, root, ranks), true);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string("all_gather@1: ") + error.what());
+  }
+}
+
+void Executor::append(std::unique_ptr<Kernel> kernel, bool needs_barrier_before) {
+  checks_->add(*kernel);
+  pool_.reserve_scratch(kernel->scratch_bytes());
+  kernels_.push_back({std::move(kernel), needs_barrier_before});
 }
 
 void Executor::run(const std::vector<InputArray>& arrays, const Sizes& sizes) {
@@ -258,7 +270,7 @@ std::vector<KernelProfile> Executor::profile(const std::vector<InputArray>& arra
   std::lock_guard<std::mutex> lock(mutex_);
   prepare(arrays, sizes);
   std::vector<KernelProfile> profile;
-  for (const std::unique_ptr<Kernel>& kernel : kernels_) profile.push_back({0, kernel->work(sizes)});
+  for (const BoundKernel& bound : kernels_) profile.push_back({0, bound.kernel->work(sizes)});
   ProfileJob job(kernels_, sizes, profile);
   pool_.run(job);
   return profile;

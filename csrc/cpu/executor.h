@@ -13,6 +13,8 @@
 
 namespace enginewright {
 
+class Ranks;
+
 // An int32 array given with each step.
 struct InputSpec {
   std::string name;
@@ -55,6 +57,11 @@ struct KernelProfile {
   Work work;
 };
 
+struct BoundKernel {
+  std::unique_ptr<Kernel> kernel;
+  bool needs_barrier_before;  // even after a kernel that needs none after it
+};
+
 // Errors of all members: std::invalid_argument with a sentence.
 class Executor {
  public:
@@ -70,6 +77,8 @@ class Executor {
 
   bool has_kernel(const std::string& name) const { return table_.count(name) != 0; }
   void add_kernel(const std::string& name, const Operands& operands, const Attributes& attributes);
+  // See make_all_gather(). `ranks` has to outlive the executor's steps.
+  void add_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks);
 
   // One step. `arrays` in the order of the constructor's inputs. Everything is checked before anything is
   // computed; one step at a time (others wait).
@@ -87,6 +96,7 @@ class Executor {
     int64_t offset;  // into staging_, in elements
     int64_t max_rows, stride;
   };
+  void append(std::unique_ptr<Kernel> kernel, bool needs_barrier_before);
   void prepare(const std::vector<InputArray>& arrays, const Sizes& sizes);
   void stage(const Input& input, const InputArray& array, const Sizes& sizes);
 
@@ -95,7 +105,7 @@ class Executor {
   std::vector<Input> inputs_;
   std::unique_ptr<Memory> staging_, arena_;
   std::unique_ptr<InputChecks> checks_;
-  std::vector<std::unique_ptr<Kernel>> kernels_;
+  std::vector<BoundKernel> kernels_;
   ThreadPool pool_;
   std::mutex mutex_;
 };

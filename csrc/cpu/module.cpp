@@ -11,6 +11,8 @@
 #include "operands.h"
 #include "roofline.h"
 #include "sampling_binding.h"
+#include "shared_ranks.h"
+#include "socket_ranks.h"
 #include "state_slots.h"
 
 namespace enginewright {
@@ -222,6 +224,11 @@ class PyExecutor {
     for (const auto& [label, spec] : specs) owners_.push_back(spec.owner);
   }
 
+  void add_all_gather(const OperandSpec& spec, int64_t unit, int64_t root, const py::object& ranks) {
+    executor_.add_all_gather(bind("x", spec), unit, root, ranks.cast<Ranks&>());
+    owners_.push_back(ranks);
+  }
+
   void run(const std::vector<py::array>& arrays, const Numbers& sizes) {
     const std::vector<InputArray> inputs = input_arrays(arrays);
     const py::gil_scoped_release release;
@@ -415,6 +422,8 @@ void bind_executor(py::module_& module) {
                     const std::vector<std::tuple<std::string, Numbers, Numbers>>&, int64_t>(),
            py::arg("isa"), py::arg("threads"), py::arg("limits"), py::arg("inputs"), py::arg("arena_bytes"))
       .def("add_kernel", &PyExecutor::add_kernel, py::arg("name"), py::arg("operands"), py::arg("attributes"))
+      .def("add_all_gather", &PyExecutor::add_all_gather, py::arg("operand"), py::arg("unit"),
+           py::arg("root"), py::arg("ranks"))
       .def("run", &PyExecutor::run, py::arg("arrays"), py::arg("sizes"))
       .def("profile", &PyExecutor::profile, py::arg("arrays"), py::arg("sizes"))
       .def("sample", &PyExecutor::sample, py::arg("logits").noconvert(), py::arg("rows").noconvert(),
@@ -422,6 +431,46 @@ void bind_executor(py::module_& module) {
            py::arg("allowed").noconvert() = py::none())
       .def("buffer", &PyExecutor::buffer, py::arg("offset_bytes"), py::arg("rows"), py::arg("columns"),
            py::arg("stride"), py::arg("dtype"));
+}
+
+// RuntimeError with a sentence, which may hold what another process has sent.
+void check(const Ranks& ranks) {
+  const std::string failure = ranks.failure();
+  if (failure.empty()) return;
+  const auto text = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(failure.data(), static_cast<py::ssize_t>(failure.size()), "replace"));
+  if (text) PyErr_SetObject(PyExc_RuntimeError, text.ptr());
+  throw py::error_already_set();
+}
+
+void fail(Ranks& ranks, int64_t rank, const std::string& reason) {
+  require(0 <= rank && rank < ranks.size(),
+          "there is no rank " + std::to_string(rank) + " of " + std::to_string(ranks.size()));
+  ranks.fail("rank " + std::to_string(rank) + ": " + reason);
+}
+
+std::pair<int64_t, int64_t> stats(Ranks& ranks) {
+  const Ranks::Stats taken = ranks.take_stats();
+  return {taken.bytes_sent, taken.wait_nanoseconds};
+}
+
+void bind_ranks(py::module_& module) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<Ranks>(module, "Ranks")
+      .def_property_readonly("rank", &Ranks::rank)
+      .def_property_readonly("size", &Ranks::size)
+      .def_property_readonly("slot_bytes", &Ranks::slot_bytes)
+      .def("check", &check)
+      .def("fail", &fail, py::arg("rank"), py::arg("reason"), release)
+      .def("close", &Ranks::close, release)
+      .def("stats", &stats);
+  py::class_<SharedRanks, Ranks>(module, "SharedRanks")
+      .def(py::init<int, int64_t, int64_t, int64_t, double>(), py::arg("fd"), py::arg("rank"),
+           py::arg("size"), py::arg("slot_bytes"), py::arg("timeout_s"))
+      .def_static("bytes_needed", &SharedRanks::bytes_needed, py::arg("size"), py::arg("slot_bytes"));
+  py::class_<SocketRanks, Ranks>(module, "SocketRanks")
+      .def(py::init<const std::vector<int>&, int64_t, int64_t, double>(), py::arg("fds"), py::arg("rank"),
+           py::arg("slot_bytes"), py::arg("timeout_s"));
 }
 
 // A mapped file, and the Python object that has mapped it.
@@ -488,6 +537,7 @@ PYBIND11_MODULE(_cpu, module) {
       .def(pybind11::init<const pybind11::buffer&>(), pybind11::arg("mapping"))
       .def_property_readonly("faulted", &enginewright::PyMappedFile::faulted);
   enginewright::bind_caches(module);
+  enginewright::bind_ranks(module);
   enginewright::bind_executor(module);
   enginewright::bind_sampling(module);
 }

@@ -121,6 +121,49 @@ class OperandSpec:
     @staticmethod
     def adapters(adapters: Adapters, site: int) -> OperandSpec: ...
 
+class Ranks:
+    """The ranks that compute one model together, from the view of one of them (csrc/cpu/ranks.h)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int:
+        """The most bytes that a rank may send in one exchange."""
+
+    def check(self) -> None:
+        """Raises RuntimeError with a sentence that names rank and reason if the group has failed. Results of steps
+        since then are worth nothing.
+        """
+
+    def fail(self, rank: int, reason: str) -> None:
+        """Fails the group, in all ranks that can be reached, and ends all waits at once. The first reason stays."""
+
+    def close(self) -> None:
+        """Leaves the group, by which it fails for the others; ends threads and closes sockets."""
+
+    def stats(self) -> tuple[int, int]:
+        """Returns since the last call: bytes sent, and nanoseconds that the executor's first thread has waited."""
+
+class SharedRanks(Ranks):
+    """Ranks that are processes of one machine and exchange by memory that all of them map."""
+
+    def __init__(self, fd: int, rank: int, size: int, slot_bytes: int, timeout_s: float) -> None:
+        """fd: a file of `bytes_needed` zero bytes, new for each group. It is mapped here and may be closed then.
+        ValueError where something does not fit.
+        """
+    @staticmethod
+    def bytes_needed(size: int, slot_bytes: int) -> int: ...
+
+class SocketRanks(Ranks):
+    """Ranks that exchange by stream sockets, one between each two of them."""
+
+    def __init__(self, fds: Sequence[int], rank: int, slot_bytes: int, timeout_s: float) -> None:
+        """fds: connected sockets to the other ranks, and -1 at the own place. They are duplicated here and may be
+        closed then. ValueError where something does not fit.
+        """
+
 class Executor:
     """A plan, bound to memory. ValueError for whatever does not fit; KeyError for an unknown kernel."""
 
@@ -130,6 +173,10 @@ class Executor:
     def add_kernel(
         self, name: str, operands: dict[str, OperandSpec], attributes: dict[str, int | float | str]
     ) -> None: ...
+    def add_all_gather(self, operand: OperandSpec, unit: int, root: int, ranks: Ranks) -> None:
+        """Adds the kernel all_gather@1: rank r of n has computed the operand's columns from unit * (columns // unit * r
+        // n) to the next rank's, and after it the rank `root` has all of them, or each rank for -1. Keeps `ranks`.
+        """
     def run(self, arrays: Sequence[NDArray[np.int32]], sizes: _Sizes) -> None:
         """One step: the inputs in the constructor's order, checked (ValueError) before anything is written."""
 

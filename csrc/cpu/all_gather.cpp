@@ -1,0 +1,78 @@
+// all_gather@1: see ranks.h.
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "memory.h"
+#include "ranks.h"
+
+namespace enginewright {
+
+namespace {
+
+class AllGather final : public Kernel {
+ public:
+  AllGather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks) : x_(x), ranks_(ranks) {
+    require(x.kind == Operand::Kind::arena, "'" + x.label + "' must be a buffer of the arena");
+    require(unit > 0 && x.columns % unit == 0, "the " + std::to_string(x.columns) + " columns of '" +
+                                                   x.label + "' are no multiple of " + std::to_string(unit));
+    require(-1 <= root && root < ranks.size(), "there is no rank " + std::to_string(root) + " of " +
+                                                   std::to_string(ranks.size()) + " that could receive");
+    root_ = static_cast<int>(root);
+    const int64_t units = x.columns / unit, item = bytes_of(x.dtype);
+    for (int rank = 0; rank < ranks.size(); ++rank) {
+      const int64_t begin = units * rank / ranks.size(), end = units * (rank + 1) / ranks.size();
+      pieces_.push_back({begin * unit * item, end * unit * item});
+      const int64_t bytes = checked_mul(x.max_rows, (end - begin) * unit * item);
+      require(bytes <= ranks.slot_bytes() || ranks.size() == 1,
+              "rank " + std::to_string(rank) + " would send " + std::to_string(bytes) +
+                  " bytes, and slots have " + std::to_string(ranks.slot_bytes()));
+    }
+  }
+
+  Work work(const Sizes& sizes) const override {
+    const Gather all = gather(sizes);
+    Work work;
+    work.activation_bytes =
+        all.reaches(ranks_.rank()) ? all.rows * x_.columns * bytes_of(x_.dtype) : all.bytes(ranks_.rank());
+    return work;
+  }
+
+  void run(const Sizes& sizes, Worker& worker) const override {
+    const Gather all = gather(sizes);
+    if (all.rows == 0) return;
+    const uint64_t exchange = ranks_.send(all, worker);
+    if (!all.reaches(ranks_.rank())) return;
+    zero_pad(all, worker);
+    ranks_.receive(exchange, all, worker);
+  }
+
+ private:
+  Gather gather(const Sizes& sizes) const {
+    return {x_.data, x_.rows.at(sizes), x_.stride * bytes_of(x_.dtype), pieces_.data(), root_};
+  }
+
+  // Of those dtypes that have zeros there: see Operand.
+  void zero_pad(const Gather& all, const Worker& worker) const {
+    if (x_.pad == 0 || x_.dtype == DType::f32) return;
+    const int64_t item = bytes_of(x_.dtype);
+    const Range mine = share(all.rows, worker);
+    for (int64_t row = mine.begin; row < mine.end; ++row) {
+      std::memset(x_.data + row * all.stride_bytes + x_.columns * item, 0,
+                  static_cast<size_t>(x_.pad * item));
+    }
+  }
+
+  const Operand x_;
+  Ranks& ranks_;
+  int root_;
+  std::vector<Range> pieces_;
+};
+
+}  // namespace
+
+std::unique_ptr<Kernel> make_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks) {
+  return std::make_unique<AllGather>(x, unit, root, ranks);
+}
+
+}  // namespace enginewright
