@@ -9,8 +9,8 @@
 //
 // A group of ranks fails once and for all: a rank is gone, or does not answer, or has sent something
 // unexpected. Then all waits end, exchanges return at once and leave arbitrary bytes in the matrix, and
-// failure() names the rank and the reason. Whoever runs a step has to look at failure() before using its
-// result.
+// failure() names the rank and the reason. The caller has to look at failure() after a step, before it uses
+// the results.
 #pragma once
 
 #include <atomic>

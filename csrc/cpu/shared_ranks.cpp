@@ -31,10 +31,19 @@ struct alignas(64) SharedRanks::Station {
   Counter published;
   SeenCores pool;
   std::atomic<uint32_t> present;  // 1: a process is this rank
-  alignas(64) int64_t bytes[2];   // that the slots hold
+  struct Slot {                   // what it holds
+    uint64_t exchange;
+    int64_t bytes;
+  };
+  alignas(64) Slot slots[2];
 };
 
 namespace {
+
+void refuse(const char* why, int error) {
+  throw std::invalid_argument("the shared memory of the ranks " + std::string(why) + ": " +
+                              std::generic_category().message(error));
+}
 
 int64_t slot_stride(int64_t slot_bytes) { return round_up(slot_bytes, kPageBytes); }
 
@@ -57,13 +66,11 @@ int64_t SharedRanks::bytes_needed(int64_t size, int64_t slot_bytes) {
 SharedRanks::SharedRanks(int fd, int64_t rank, int64_t size, int64_t slot_bytes, double timeout_s)
     : Ranks(rank, size, slot_bytes, timeout_s), bytes_(bytes_needed(size, slot_bytes)) {
   struct stat status = {};
-  require(fstat(fd, &status) == 0,
-          "the shared memory of the ranks cannot be used: " + std::generic_category().message(errno));
+  if (fstat(fd, &status) != 0) refuse("cannot be used", errno);
   require(status.st_size >= bytes_, "the shared memory of the ranks has " + std::to_string(status.st_size) +
                                         " bytes, and they need " + std::to_string(bytes_));
   void* mapped = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  require(mapped != MAP_FAILED,
-          "the shared memory of the ranks cannot be mapped: " + std::generic_category().message(errno));
+  if (mapped == MAP_FAILED) refuse("cannot be mapped", errno);
   memory_ = static_cast<std::byte*>(mapped);
   auto& board = *reinterpret_cast<Board*>(memory_);
   std::string refused;
@@ -107,8 +114,10 @@ uint64_t SharedRanks::send(const Gather& gather, Worker& worker) {
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == worker.count) {
     arrived_.store(0, std::memory_order_relaxed);
     exchanges_ = exchange;
-    if (bytes != 0) written_[exchange % 2] = {exchange, gather.root};
-    own.bytes[exchange % 2] = bytes;
+    if (bytes != 0) {
+      written_[exchange % 2] = {exchange, gather.root};
+      own.slots[exchange % 2] = {exchange, bytes};
+    }
     own.published.advance();
     count_sent(bytes);
   }
@@ -121,7 +130,8 @@ void SharedRanks::receive(uint64_t exchange, const Gather& gather, Worker& worke
     const int64_t bytes = gather.bytes(other);
     if (bytes == 0) continue;
     if (!await_rank(other, exchange, worker)) return;
-    const int64_t sent = station(other).bytes[exchange % 2];
+    const Station::Slot held = station(other).slots[exchange % 2];
+    const int64_t sent = held.exchange == exchange ? held.bytes : 0;
     if (sent != bytes) {
       fail("rank " + std::to_string(other) + " has sent " + std::to_string(sent) + " bytes to rank " +
            std::to_string(rank()) + ", which needs " + std::to_string(bytes) + " in exchange " +

@@ -38,7 +38,8 @@ int duplicate(int fd, int rank) {
               getpeername(fd, reinterpret_cast<sockaddr*>(&address), &address_bytes) == 0,
           "the descriptor for rank " + std::to_string(rank) + " is no connected stream socket");
   const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-  require(own >= 0, "the socket to rank " + std::to_string(rank) + " cannot be used: " + reason_of(errno));
+  const int error = errno;
+  require(own >= 0, "the socket to rank " + std::to_string(rank) + " cannot be used: " + reason_of(error));
   const int yes = 1;
   setsockopt(own, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));  // refused by sockets that are not TCP
   return own;
