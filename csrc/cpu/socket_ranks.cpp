@@ -89,7 +89,8 @@ struct SocketRanks::Peer {
   Message messages[2] = {};  // in the slots
   Counter received, taken;   // messages: by the receiver, by the pool
   std::mutex sending;
-  bool cut = false;  // a message was begun and not ended; of who holds `sending`
+  std::atomic<int> send_error{0};  // errno
+  bool cut = false;                // a message was begun and not ended; of who holds `sending`
   std::thread receiver;
 };
 
@@ -204,7 +205,10 @@ void SocketRanks::send_piece(Peer& peer, uint64_t exchange, const Gather& gather
     peer.cut = 0 < at && at < end;
   }
   if (is_late) fail(late(peer.rank));
-  if (error != 0) connection_ended(peer, error);
+  if (error != 0) {  // the receiver fails the group, unless the other rank has said why it left
+    peer.send_error.store(error);
+    shutdown(peer.fd, SHUT_RDWR);
+  }
   if (at == end) count_sent(bytes);
 }
 
@@ -248,7 +252,7 @@ bool SocketRanks::receive_bytes(Peer& peer, std::byte* to, int64_t bytes) {
     } else if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {  // the socket does not block
       wait_for(peer.fd, POLLIN, -1);
     } else if (received == 0 || errno != EINTR) {
-      connection_ended(peer, received == 0 ? 0 : errno);
+      connection_ended(peer, received == 0 ? peer.send_error.load() : errno);
       return false;
     }
   }
@@ -271,8 +275,13 @@ void SocketRanks::fail(const std::string& sentence) {
   }
   for (const std::unique_ptr<Peer>& peer : peers_) {
     if (!peer || !is_first) continue;
-    const std::unique_lock<std::mutex> lock(peer->sending, std::try_to_lock);
-    if (lock.owns_lock() && !peer->cut) {  // or else it learns that the connection has ended
+    peer->received.stop();
+    peer->taken.stop();
+  }
+  for (const std::unique_ptr<Peer>& peer : peers_) {
+    if (!peer || !is_first) continue;
+    const std::lock_guard<std::mutex> lock(peer->sending);  // which a thread that sends soon gives back
+    if (!peer->cut) {                                       // or else it learns that the connection has ended
       std::string message(sizeof(Header), ' ');
       const Header header = {kMagic, kFailure, 0, sentence_.size()};
       std::memcpy(message.data(), &header, sizeof(header));
@@ -280,8 +289,6 @@ void SocketRanks::fail(const std::string& sentence) {
       ::send(peer->fd, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     }
     shutdown(peer->fd, SHUT_RDWR);
-    peer->received.stop();
-    peer->taken.stop();
   }
   inside_.fetch_sub(1);
 }
