@@ -30,7 +30,7 @@ from tests.helpers.serving import wait_until
 
 IS_SANITIZED = bool(os.environ.get("ENGINEWRIGHT_SANITIZE"))
 PATIENT_S = 600.0  # longer than any test: what ends earlier was ended by a failure
-TIMEOUT_S = 20.0 if IS_SANITIZED else 2.0  # of tests that wait for it
+TIMEOUT_S = 8.0 if IS_SANITIZED else 2.0  # of tests that wait for it
 SOCKETS = [carrier for carrier in CARRIERS if carrier != "shared"]
 ONE = Exchange("f32", 4)  # of which each of up to 4 ranks has a column
 
@@ -82,7 +82,8 @@ def test_all_ranks_have_all_columns(processes: list[RankProcess], carrier: str, 
         group.bind(exchanges, [(threads + rank) % 3 + 1 for rank in range(size)])
         group.call("steps", count=15, seed=threads)
     assert group.call("failure") == [""] * size
-    assert group.call("close") == before, "threads and descriptors of each process"
+    # Threads and descriptors of each process. Linux lists a joined thread a moment longer.
+    wait_until(lambda: group.call("close") == before)
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -309,9 +310,10 @@ def test_messages_are_as_documented() -> None:
     program.executor.run([], (2, 1, 1))
     ranks.check()
     assert matrix[:2, :6].tolist() == [[1, 2, 5, 6, 9, 10], [3, 4, 7, 8, 11, 12]] and not matrix[:2, 6:].any()
-    for other in (first, second):
-        assert other.recv(4096) == message(1, np.arange(1, 5, dtype="<u2").tobytes())
-        other.close()
+    sent = message(1, np.arange(1, 5, dtype="<u2").tobytes())
+    assert [first.recv(4096), second.recv(4096)] == [sent, sent]
+    first.close()
+    second.close()
     assert ranks.stats()[0] == 16 and ranks.stats() == (0, 0)
 
 

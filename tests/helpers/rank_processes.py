@@ -256,6 +256,7 @@ class Member:
 def serve(control: socket.socket) -> None:
     """Executes commands until the other end closes."""
     member = Member()
+    make_executor(2, 64)  # with the first thread sanitizers start one of their own, which stays
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1 << 16, 16)
         if not data:
