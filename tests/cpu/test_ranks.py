@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from enginewright import _cpu
+from tests.helpers.kernel_runner import ONE_COLUMN, KernelRunner, Operands
 from tests.helpers.rank_processes import (
     CARRIERS,
     MAX_TOKENS,
@@ -27,6 +29,7 @@ from tests.helpers.rank_processes import (
     make_ranks,
 )
 from tests.helpers.serving import wait_until
+from tests.helpers.site_adapters import random_adapter
 
 IS_SANITIZED = bool(os.environ.get("ENGINEWRIGHT_SANITIZE"))
 PATIENT_S = 600.0  # longer than any test: what ends earlier was ended by a failure
@@ -315,6 +318,35 @@ def test_messages_are_as_documented() -> None:
     first.close()
     second.close()
     assert ranks.stats()[0] == 16 and ranks.stats() == (0, 0)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_columns_of_a_kernel_without_a_barrier_after_it(carrier: str) -> None:
+    """An adapter's delta is computed by columns, and sent by rows: each thread sends what others have computed."""
+    tokens, columns, inputs = 16, 600, 64
+    receiver, sender = local_ranks(carrier, 2, tokens * columns * 4)
+    table = _cpu.Adapters([(columns, inputs, 0)], 1, 16, tokens, 1, 0)
+    table.load(0, [random_adapter(1, inputs, [(0, columns, 16)]).change()])
+    step = {
+        "adapter_slots": (np.zeros(tokens, np.int32), (0, 1, 0, 0, 0, 0), ONE_COLUMN),
+        "logit_rows": (np.zeros(1, np.int32), (0, 0, 0, 1, 0, 0), ONE_COLUMN),
+    }
+    computes = KernelRunner("portable", 3, tokens=tokens, inputs=step)
+    gets = KernelRunner("portable", 2, tokens=tokens)
+    x, shrunk = computes.filled(torch.ones(tokens, inputs).bfloat16()), computes.buffer(tokens, 16, "f32")
+    delta, received = computes.buffer(tokens, columns, "f32"), gets.buffer(tokens, columns, "f32")
+    adapters = _cpu.OperandSpec.adapters(table, 0)
+    operands: Operands = {"x": x, "shrunk": shrunk, "delta": delta, "adapters": adapters}
+    computes.add("adapter_delta@1", operands, {"gated": 0})
+    computes.executor.add_all_gather(delta.spec(), columns, 0, sender)  # all columns are the sender's
+    gets.executor.add_all_gather(received.spec(), columns, 0, receiver)
+    for _ in range(50):
+        computes.executor.buffer(delta.offset_bytes, tokens, columns, delta.stride, "f32")[:] = np.nan
+        sending = threading.Thread(target=computes.run)
+        sending.start()
+        gets.run()
+        sending.join()
+        assert torch.equal(gets.read(received), computes.read(delta)) and computes.read(delta).isfinite().all()
 
 
 def test_the_executor_keeps_its_ranks() -> None:
