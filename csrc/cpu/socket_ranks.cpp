@@ -24,7 +24,7 @@ constexpr uint32_t kPiece = 1, kFailure = 2;
 constexpr int64_t kSentenceBytes = 1024;
 constexpr int64_t kPageBytes = 4096;
 constexpr size_t kParts = 128;  // of a message, that are given to the system at once
-constexpr int kPollMs = 100;
+constexpr int kPollMs = 20;
 constexpr Nanoseconds kMaxCounted = std::chrono::milliseconds(300);  // as counter.cpp has it
 
 std::string reason_of(int error) { return std::generic_category().message(error); }

@@ -6,6 +6,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -125,7 +126,7 @@ def test_a_late_root_gets_every_exchange(processes: list[RankProcess], carrier: 
     group.bind(exchanges, [1, 1])
     late, sender = group.processes
     sender.start("steps", count=5, seed=5)
-    threading.Event().wait(0.2)
+    time.sleep(0.2)
     late.start("steps", count=5, seed=5)
     group.results()
 
@@ -148,10 +149,23 @@ def test_a_killed_rank_of_shared_memory_does_not_answer(processes: list[RankProc
     assert found == {f"rank 2 has not answered for {TIMEOUT_S:g} s"}
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("carrier", ["shared", "tcp"])
 def test_a_stopped_rank_does_not_answer(processes: list[RankProcess], carrier: str) -> None:
     found = failures(processes, carrier, signal.SIGSTOP, TIMEOUT_S)
     assert found == {f"rank 2 has not answered for {TIMEOUT_S:g} s"}
+
+
+def test_the_time_in_which_a_rank_is_stopped_itself_does_not_count(processes: list[RankProcess]) -> None:
+    group = group_of(processes, 2)
+    group.open("shared", slot_bytes([ONE], 2), TIMEOUT_S)
+    group.bind([ONE], [1, 1])
+    waiting, other = group
+    waiting.start("run")
+    waiting.process.send_signal(signal.SIGSTOP)
+    time.sleep(TIMEOUT_S + 0.5)
+    waiting.process.send_signal(signal.SIGCONT)
+    other.start("run")
+    assert group.results() == ["", ""]
 
 
 def failures(processes: list[RankProcess], carrier: str, number: signal.Signals, timeout_s: float) -> set[str]:
