@@ -161,6 +161,7 @@ def test_the_time_in_which_a_rank_is_stopped_itself_does_not_count(processes: li
     group.bind([ONE], [1, 1])
     waiting, other = group
     waiting.start("run")
+    time.sleep(0.3)  # it waits
     waiting.process.send_signal(signal.SIGSTOP)
     time.sleep(TIMEOUT_S + 0.5)
     waiting.process.send_signal(signal.SIGCONT)
