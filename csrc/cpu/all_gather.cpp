@@ -5,6 +5,7 @@
 
 #include "memory.h"
 #include "ranks.h"
+#include "sentence.h"
 
 namespace enginewright {
 
@@ -14,10 +15,10 @@ class AllGather final : public Kernel {
  public:
   AllGather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks) : x_(x), ranks_(ranks) {
     require(x.kind == Operand::Kind::arena, "'" + x.label + "' must be a buffer of the arena");
-    require(unit > 0 && x.columns % unit == 0, "the " + std::to_string(x.columns) + " columns of '" +
-                                                   x.label + "' are no multiple of " + std::to_string(unit));
-    require(-1 <= root && root < ranks.size(), "there is no rank " + std::to_string(root) + " of " +
-                                                   std::to_string(ranks.size()) + " that could receive");
+    require(unit > 0 && x.columns % unit == 0,
+            sentence("the %ld columns of '%s' are no multiple of %ld", x.columns, x.label.c_str(), unit));
+    require(-1 <= root && root < ranks.size(),
+            sentence("there is no rank %ld of %d that could receive", root, ranks.size()));
     root_ = static_cast<int>(root);
     const int64_t units = x.columns / unit, item = bytes_of(x.dtype);
     for (int rank = 0; rank < ranks.size(); ++rank) {
@@ -25,8 +26,7 @@ class AllGather final : public Kernel {
       pieces_.push_back({begin * unit * item, end * unit * item});
       const int64_t bytes = checked_mul(x.max_rows, (end - begin) * unit * item);
       require(bytes <= ranks.slot_bytes() || ranks.size() == 1,
-              "rank " + std::to_string(rank) + " would send " + std::to_string(bytes) +
-                  " bytes, and slots have " + std::to_string(ranks.slot_bytes()));
+              sentence("rank %d would send %ld bytes, and slots have %ld", rank, bytes, ranks.slot_bytes()));
     }
   }
 

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 
 #include "memory.h"
+#include "sentence.h"
 
 namespace enginewright {
 
@@ -49,11 +49,10 @@ Ranks::Ranks(int64_t rank, int64_t size, int64_t slot_bytes, double timeout_s)
       size_(static_cast<int>(size)),
       slot_bytes_(slot_bytes),
       timeout_(static_cast<int64_t>(timeout_s > 0 && timeout_s <= kMaxTimeoutS ? timeout_s * 1e9 : 0)) {
-  require(1 <= size && size <= kMaxRanks, "the number of ranks must be in 1 … " + std::to_string(kMaxRanks) +
-                                              ", not " + std::to_string(size));
-  require(0 <= rank && rank < size,
-          "the rank must be in 0 … " + std::to_string(size - 1) + ", not " + std::to_string(rank));
-  require(slot_bytes > 0, "a slot must have bytes, not " + std::to_string(slot_bytes));
+  require(1 <= size && size <= kMaxRanks,
+          sentence("the number of ranks must be in 1 … %ld, not %ld", kMaxRanks, size));
+  require(0 <= rank && rank < size, sentence("the rank must be in 0 … %ld, not %ld", size - 1, rank));
+  require(slot_bytes > 0, sentence("a slot must have bytes, not %ld", slot_bytes));
   checked_mul(checked_mul(slot_bytes, 2), size);
   require(timeout_.count() > 0, "the timeout must be above 0 and at most a million seconds");
 }
@@ -70,9 +69,8 @@ Waited Ranks::await(const Counter& counter, uint64_t count, const Worker& worker
 }
 
 std::string Ranks::late(int rank) const {
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%.6g", std::chrono::duration<double>(timeout_).count());
-  return "rank " + std::to_string(rank) + " has not answered for " + seconds + " s";
+  return sentence("rank %d has not answered for %.6g s", rank,
+                  std::chrono::duration<double>(timeout_).count());
 }
 
 Ranks::Stats Ranks::take_stats() { return {bytes_sent_.exchange(0), wait_nanoseconds_.exchange(0)}; }

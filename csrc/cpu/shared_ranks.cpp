@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "memory.h"
+#include "sentence.h"
 
 namespace enginewright {
 
@@ -41,8 +42,8 @@ struct alignas(64) SharedRanks::Station {
 namespace {
 
 void refuse(const char* why, int error) {
-  throw std::invalid_argument("the shared memory of the ranks " + std::string(why) + ": " +
-                              std::generic_category().message(error));
+  throw std::invalid_argument(
+      sentence("the shared memory of the ranks %s: %s", why, std::generic_category().message(error).c_str()));
 }
 
 int64_t slot_stride(int64_t slot_bytes) { return round_up(slot_bytes, kPageBytes); }
@@ -67,19 +68,20 @@ SharedRanks::SharedRanks(int fd, int64_t rank, int64_t size, int64_t slot_bytes,
     : Ranks(rank, size, slot_bytes, timeout_s), bytes_(bytes_needed(size, slot_bytes)) {
   struct stat status = {};
   if (fstat(fd, &status) != 0) refuse("cannot be used", errno);
-  require(status.st_size >= bytes_, "the shared memory of the ranks has " + std::to_string(status.st_size) +
-                                        " bytes, and they need " + std::to_string(bytes_));
+  require(status.st_size >= bytes_,
+          sentence("the shared memory of the ranks has %ld bytes, and they need %ld",
+                   static_cast<int64_t>(status.st_size), bytes_));
   void* mapped = mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (mapped == MAP_FAILED) refuse("cannot be mapped", errno);
   memory_ = static_cast<std::byte*>(mapped);
   auto& board = *reinterpret_cast<Board*>(memory_);
   std::string refused;
   if (!agreed(board.size, size) || !agreed(board.slot_bytes, slot_bytes)) {
-    refused = "the shared memory belongs to " + std::to_string(board.size.load()) + " ranks with slots of " +
-              std::to_string(board.slot_bytes.load()) + " bytes, not " + std::to_string(size) +
-              " with slots of " + std::to_string(slot_bytes);
+    refused =
+        sentence("the shared memory belongs to %ld ranks with slots of %ld bytes, not %ld with slots of %ld",
+                 board.size.load(), board.slot_bytes.load(), size, slot_bytes);
   } else if (station(this->rank()).present.exchange(1) != 0) {
-    refused = "another process is rank " + std::to_string(rank) + ", or has been";
+    refused = sentence("another process is rank %ld, or has been", rank);
   }
   if (!refused.empty()) {
     munmap(memory_, static_cast<size_t>(bytes_));
@@ -133,9 +135,8 @@ void SharedRanks::receive(uint64_t exchange, const Gather& gather, Worker& worke
     const Station::Slot held = station(other).slots[exchange % 2];
     const int64_t sent = held.exchange == exchange ? held.bytes : 0;
     if (sent != bytes) {
-      fail("rank " + std::to_string(other) + " has sent " + std::to_string(sent) + " bytes to rank " +
-           std::to_string(rank()) + ", which needs " + std::to_string(bytes) + " in exchange " +
-           std::to_string(exchange));
+      fail(sentence("rank %d has sent %ld bytes to rank %d, which needs %ld in exchange %lu", other, sent,
+                    rank(), bytes, exchange));
       return;
     }
     unpack(gather, other, slot(other, exchange), worker);
@@ -191,6 +192,6 @@ std::string SharedRanks::failure() const {
   }
 }
 
-void SharedRanks::close() { fail("rank " + std::to_string(rank()) + " has left"); }
+void SharedRanks::close() { fail(sentence("rank %d has left", rank())); }
 
 }  // namespace enginewright

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <system_error>
 
+#include "sentence.h"
+
 namespace enginewright {
 
 namespace {
@@ -36,10 +38,10 @@ int duplicate(int fd, int rank) {
   socklen_t address_bytes = sizeof(address);
   require(getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &bytes) == 0 && type == SOCK_STREAM &&
               getpeername(fd, reinterpret_cast<sockaddr*>(&address), &address_bytes) == 0,
-          "the descriptor for rank " + std::to_string(rank) + " is no connected stream socket");
+          sentence("the descriptor for rank %d is no connected stream socket", rank));
   const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
   const int error = errno;
-  require(own >= 0, "the socket to rank " + std::to_string(rank) + " cannot be used: " + reason_of(error));
+  require(own >= 0, sentence("the socket to rank %d cannot be used: %s", rank, reason_of(error).c_str()));
   const int yes = 1;
   setsockopt(own, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));  // refused by sockets that are not TCP
   return own;
@@ -145,9 +147,8 @@ void SocketRanks::receive(uint64_t exchange, const Gather& gather, Worker& worke
     if (waited != Waited::reached) break;
     const Peer::Message& found = peer.messages[message % 2];
     if (found.exchange != exchange || found.bytes != gather.bytes(other)) {
-      fail("rank " + std::to_string(other) + " has sent " + std::to_string(found.bytes) + " bytes to rank " +
-           std::to_string(rank()) + " in exchange " + std::to_string(found.exchange) + ", which needs " +
-           std::to_string(gather.bytes(other)) + " in exchange " + std::to_string(exchange));
+      fail(sentence("rank %d has sent %ld bytes to rank %d in exchange %lu, which needs %ld in exchange %lu",
+                    other, found.bytes, rank(), found.exchange, gather.bytes(other), exchange));
       break;
     }
     unpack(gather, other, peer.slot(message), worker);
@@ -213,7 +214,6 @@ void SocketRanks::send_piece(Peer& peer, uint64_t exchange, const Gather& gather
 }
 
 void SocketRanks::run_receiver(Peer& peer) {
-  const std::string connection = "the connection to rank " + std::to_string(peer.rank);
   uint64_t last_exchange = 0;
   for (uint64_t message = 0;; ++message) {
     Header header;
@@ -221,7 +221,7 @@ void SocketRanks::run_receiver(Peer& peer) {
     const bool is_failure = header.kind == kFailure;
     if (header.magic != kMagic || (header.kind != kPiece && !is_failure) || header.bytes == 0 ||
         header.bytes > static_cast<uint64_t>(is_failure ? kSentenceBytes : slot_bytes())) {
-      return fail(connection + " carries something that no rank sends");
+      return fail(sentence("the connection to rank %d carries something that no rank sends", peer.rank));
     }
     const auto bytes = static_cast<int64_t>(header.bytes);
     if (is_failure) {
@@ -230,8 +230,8 @@ void SocketRanks::run_receiver(Peer& peer) {
       return;
     }
     if (header.exchange <= last_exchange) {
-      return fail(connection + " carries exchange " + std::to_string(header.exchange) + " after exchange " +
-                  std::to_string(last_exchange));
+      return fail(sentence("the connection to rank %d carries exchange %lu after exchange %lu", peer.rank,
+                           header.exchange, last_exchange));
     }
     last_exchange = header.exchange;
     // The slot is free when the pool has taken what it held, two messages ago.
@@ -260,8 +260,8 @@ bool SocketRanks::receive_bytes(Peer& peer, std::byte* to, int64_t bytes) {
 }
 
 void SocketRanks::connection_ended(const Peer& peer, int error) {
-  fail("the connection to rank " + std::to_string(peer.rank) + " has ended" +
-       (error == 0 ? "" : ": " + reason_of(error)));
+  const std::string why = error == 0 ? "" : ": " + reason_of(error);
+  fail(sentence("the connection to rank %d has ended%s", peer.rank, why.c_str()));
 }
 
 void SocketRanks::fail(const std::string& sentence) {
@@ -299,7 +299,7 @@ std::string SocketRanks::failure() const {
 }
 
 void SocketRanks::close() {
-  fail("rank " + std::to_string(rank()) + " has left");
+  fail(sentence("rank %d has left", rank()));
   const std::lock_guard<std::mutex> lock(closing_);
   if (closed_) return;
   closed_ = true;
