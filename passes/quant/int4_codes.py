@@ -90,7 +90,7 @@ def codes_of(weight: torch.Tensor, group: int, scale: torch.Tensor, zero: torch.
 
 
 def _runs(weight: torch.Tensor, group: int) -> torch.Tensor:
-    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)).view(-1, group).t().contiguous()
+    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)).reshape(-1, group).t().contiguous()
 
 
 def _by_row(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -262,6 +262,16 @@ def test_runs_become_4_bits() -> None:
     assert (codes.tolist(), scale.tolist(), zero.tolist()) == ([[0, 1, 15, 4, 5, 15]], [[1.0, 1.0]], [[1, 0]])
 
 
+def test_a_weight_that_is_stored_in_out_becomes_4_bits() -> None:
+    """GPT-2 stores weights [in, out], so they are read across; with whole groups nothing is padded, and so copied."""
+    stored = torch.randn(64, 5, generator=torch.Generator().manual_seed(1))
+    scale, zero = int4_codes.nearest(stored.t(), 32, True)
+    expected = int4_codes.nearest(stored.t().contiguous(), 32, True)
+    assert torch.equal(scale, expected[0]) and torch.equal(zero, expected[1])
+    codes = int4_codes.codes_of(stored.t(), 32, scale, zero)
+    assert torch.equal(codes, int4_codes.codes_of(stored.t().contiguous(), 32, scale, zero))
+
+
 def test_mxfp4_goes_to_the_even_one_of_two_and_is_clipped() -> None:
     """Groups with an amax of 6 have the power 1; zeros that pad a partial group do not count."""
     halfway = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
