@@ -239,10 +239,11 @@ void Executor::add_kernel(const std::string& name, const Operands& operands, con
   }
 }
 
-void Executor::add_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks) {
+void Executor::add_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks,
+                              const Operand* starts) {
   std::lock_guard<std::mutex> lock(mutex_);
   try {
-    append(make_all_gather(x, unit, root, ranks), true);
+    append(make_all_gather(x, unit, root, ranks, starts), true);
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(std::string("all_gather@1: ") + error.what());
   }

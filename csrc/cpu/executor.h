@@ -78,7 +78,7 @@ class Executor {
   bool has_kernel(const std::string& name) const { return table_.count(name) != 0; }
   void add_kernel(const std::string& name, const Operands& operands, const Attributes& attributes);
   // See make_all_gather(). `ranks` has to outlive the executor's steps.
-  void add_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks);
+  void add_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks, const Operand* starts);
 
   // One step. `arrays` in the order of the constructor's inputs. Everything is checked before anything is
   // computed; one step at a time (others wait).

@@ -231,8 +231,11 @@ class PyExecutor {
     for (const auto& [label, spec] : specs) owners_.push_back(spec.owner);
   }
 
-  void add_all_gather(const OperandSpec& spec, int64_t unit, int64_t root, const py::object& ranks) {
-    executor_.add_all_gather(bind("x", spec), unit, root, ranks.cast<Ranks&>());
+  void add_all_gather(const OperandSpec& spec, int64_t unit, int64_t root, const py::object& ranks,
+                      const std::optional<OperandSpec>& starts) {
+    const Operand of_experts = starts ? bind("starts", *starts) : Operand{};
+    executor_.add_all_gather(bind("x", spec), unit, root, ranks.cast<Ranks&>(),
+                             starts ? &of_experts : nullptr);
     owners_.push_back(ranks);
   }
 
@@ -430,7 +433,7 @@ void bind_executor(py::module_& module) {
            py::arg("isa"), py::arg("threads"), py::arg("limits"), py::arg("inputs"), py::arg("arena_bytes"))
       .def("add_kernel", &PyExecutor::add_kernel, py::arg("name"), py::arg("operands"), py::arg("attributes"))
       .def("add_all_gather", &PyExecutor::add_all_gather, py::arg("operand"), py::arg("unit"),
-           py::arg("root"), py::arg("ranks"))
+           py::arg("root"), py::arg("ranks"), py::arg("starts") = py::none())
       .def("run", &PyExecutor::run, py::arg("arrays"), py::arg("sizes"))
       .def("profile", &PyExecutor::profile, py::arg("arrays"), py::arg("sizes"))
       .def("sample", &PyExecutor::sample, py::arg("logits").noconvert(), py::arg("rows").noconvert(),

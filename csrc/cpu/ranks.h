@@ -28,18 +28,28 @@ namespace enginewright {
 
 constexpr int64_t kMaxRanks = 256;
 
-// One exchange in one rank. Rows, root and the widths of the pieces are the same in all ranks.
+// One exchange in one rank. Rows, root, and the sizes of the pieces are the same in all ranks.
 struct Gather {
   std::byte* data;       // the matrix
   int64_t rows;          // of this step
   int64_t stride_bytes;  // from a row to the next one
   const Range* pieces;   // of each rank: the bytes of a row that it computes
   int root;              // the rank that receives, or -1: all ranks do
+  // Of experts: the ends of each rank's rows, by rank, are those of its experts in this array; null: all
+  // rows.
+  const int32_t* starts = nullptr;
+  const Range* experts = nullptr;
 
   bool reaches(int rank) const { return root < 0 || root == rank; }
   int64_t row_bytes(int rank) const { return pieces[rank].end - pieces[rank].begin; }
-  int64_t bytes(int rank) const { return rows * row_bytes(rank); }
-  std::byte* piece(int rank) const { return data + pieces[rank].begin; }
+  Range rows_of(int rank) const {
+    return starts == nullptr ? Range{0, rows} : Range{starts[experts[rank].begin], starts[experts[rank].end]};
+  }
+  int64_t bytes(int rank) const {
+    const Range own = rows_of(rank);
+    return (own.end - own.begin) * row_bytes(rank);
+  }
+  std::byte* piece(int rank) const { return data + rows_of(rank).begin * stride_bytes + pieces[rank].begin; }
 };
 
 // Copies this thread's share of a rank's piece to or from `packed`, where its rows lie one after the other.
@@ -92,6 +102,10 @@ class Ranks {
 // The kernel all_gather@1: of `columns` columns of x, in units of `unit`, rank r of n has computed those from
 // unit * floor(columns / unit * r / n) to the next rank's, and after it `root`, or every rank for -1, has
 // all. x: arena [rows, columns], of any dtype but those of 4 bits. `ranks` has to outlive the kernel.
-std::unique_ptr<Kernel> make_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks);
+//
+// With starts: i32 [1, E + 1] rows are those of E experts, one after the other, and rank r has computed whole
+// rows, of the experts from floor(E * r / n) to the next rank's. The unit is then all columns.
+std::unique_ptr<Kernel> make_all_gather(const Operand& x, int64_t unit, int64_t root, Ranks& ranks,
+                                        const Operand* starts = nullptr);
 
 }  // namespace enginewright

@@ -173,9 +173,12 @@ class Executor:
     def add_kernel(
         self, name: str, operands: dict[str, OperandSpec], attributes: dict[str, int | float | str]
     ) -> None: ...
-    def add_all_gather(self, operand: OperandSpec, unit: int, root: int, ranks: Ranks) -> None:
+    def add_all_gather(
+        self, operand: OperandSpec, unit: int, root: int, ranks: Ranks, starts: OperandSpec | None = None
+    ) -> None:
         """Adds the kernel all_gather@1: rank r of n has computed the operand's columns from unit * (columns // unit * r
         // n) to the next rank's, and after it the rank `root` has all of them, or each rank for -1. Keeps `ranks`.
+        With `starts` the ranks have computed rows of experts (csrc/cpu/ranks.h).
         """
     def run(self, arrays: Sequence[NDArray[np.int32]], sizes: _Sizes) -> None:
         """One step: the inputs in the constructor's order, checked (ValueError) before anything is written."""
