@@ -292,13 +292,21 @@ class InputOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
         _require(any(entry.name == self.name for entry in plan.inputs), f"{call} reads no such input {self.name!r}")
 
 
-class WeightOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="weights"):
-    """A weight."""
+class WeightOperand(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="in", tag="weights"
+):
+    """A weight, or a part of one."""
 
     name: str  # name of the weight
+    # Ranges of rows, each the first and their number, one after the other; (): all. No engine file has any (rank_plan).
+    rows: tuple[tuple[int, int], ...] = ()
+    # Of matrices, one for each expert: the first, their number, and of how many; None: all. No engine file has any.
+    matrices: tuple[int, int, int] | None = None
 
     def check(self, plan: "Plan", call: str, role: str) -> None:
-        """Refuses nothing: the engine's file says which weights there are."""
+        """Refuses ranges below 0. The engine's file says which weights there are, and the executor, how many rows."""
+        for first, count in (*self.rows, *([self.matrices[:2]] if self.matrices else [])):
+            _require(first >= 0 and count > 0, f"{call}.{role} has no rows")
 
 
 class BufferOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="arena"):
