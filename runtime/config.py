@@ -1,6 +1,6 @@
 """Limits that the runtime chooses when it opens an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from enginewright.errors import UsageError, shorten
@@ -10,6 +10,7 @@ from enginewright.runtime.count import format_bytes
 TEXTS = (
     *("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic", "kv_cache_dir"),
     *("kv_cache_remote", "kv_cache_listen", "kv_role", "kv_listen", "kv_secret_file"),
+    *("master_addr", "secret_file"),
 )
 BYTES = ("kv_cache_memory", "kv_cache_disk", "kv_cache_share", "grammar_memory")
 FLAGS = ("enable_prefix_caching", "enable_lora", "mmap")  # limits that are True or False
@@ -17,6 +18,8 @@ KV_ROLES = ("prefill", "decode", "both")
 S3, TCP = "s3://", "tcp://"  # what kv_cache_remote begins with
 SPECULATE = ("off", NGRAM, *ROLES)
 MIN_GRAMMAR_MEMORY = 64 << 20  # bytes; one grammar usually takes 4 MiB, and may take a sixteenth of the memory
+MAX_RANKS = 64  # maximum number of ranks
+MASTER_PORT = 29501  # default port where the machines of ranks find each other, as vLLM has it
 MAX_DRAFT_TOKENS = 32  # maximum number of draft tokens of a sequence in a step
 
 
@@ -65,6 +68,11 @@ class RuntimeConfig:
     max_loras: int | None = None  # maximum number of adapters in a step; None is max_num_seqs, or on a GPU at most 8
     max_lora_rank: int = 64  # maximum rank of an adapter's module
     max_cpu_loras: int = 256  # maximum number of adapters that stay open
+    tensor_parallel_size: int = 1  # number of processes that compute the model together, each a part of each layer
+    nnodes: int = 1  # number of machines on which they run, each the same number of them; this one is node 0
+    master_addr: str | None = None  # address of this machine where the others (`engine worker`) reach it
+    master_port: int = MASTER_PORT  # TCP port of this address
+    secret_file: str | None = None  # file of the secret that these machines know
     grammar_memory: int = 256 << 20  # bytes of compiled grammars for structured outputs, at least MIN_GRAMMAR_MEMORY
 
     def __post_init__(self) -> None:
@@ -74,6 +82,10 @@ class RuntimeConfig:
                 _check_limit(name, value)
         if self.speculate not in (None, *SPECULATE):
             raise UsageError(f"speculate is {shorten(self.speculate)}", f"it must be one of {', '.join(SPECULATE)}")
+        if self.tensor_parallel_size > MAX_RANKS:
+            why = f"it must be {MAX_RANKS} or less"
+            raise UsageError(f"tensor_parallel_size is {self.tensor_parallel_size}", why)
+        self._check_nodes()
         if self.speculate_tokens > MAX_DRAFT_TOKENS:
             raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_DRAFT_TOKENS} or less")
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
@@ -94,6 +106,33 @@ class RuntimeConfig:
             )
         if not uses and self.kv_secret_file is not None:
             raise UsageError("kv_secret_file needs kv_role or kv_cache_remote", "no KV blocks move without it")
+
+    def _check_nodes(self) -> None:
+        if self.master_port > 65535:
+            raise UsageError(f"master_port is {self.master_port}", "it must be 65535 or less")
+        if self.nnodes == 1:
+            for name in ("master_addr", "secret_file"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f"{name} needs nnodes", "no other machine is waited for without it")
+            return
+        if self.tensor_parallel_size % self.nnodes:
+            raise UsageError(
+                f"tensor_parallel_size {self.tensor_parallel_size} cannot be divided among {self.nnodes} machines",
+                "each machine runs the same number of processes",
+                f"Use a multiple of {self.nnodes}.",
+            )
+        if self.master_addr is None:
+            fix = "Give the address of this machine by which the others reach it."
+            raise UsageError("nnodes needs master_addr", "this machine has to be found by the others", fix)
+        if self.master_addr in ("0.0.0.0", "::", ""):
+            fix = "Give the address of this machine by which the others reach it."
+            raise UsageError(f"master_addr is {shorten(self.master_addr)}", "it must be one address", fix)
+        if self.secret_file is None:
+            raise UsageError(
+                "nnodes needs secret_file",
+                "only machines that know one secret compute together",
+                "Make one: openssl rand -hex 32 > FILE, and copy it to each machine.",
+            )
 
     def _check_kv_role(self) -> None:
         if self.kv_role is None:
@@ -126,6 +165,11 @@ class RuntimeConfig:
         elif not self.kv_cache_remote.startswith(S3):
             why = f"it must be {S3}BUCKET/PREFIX or {TCP}HOST:PORT"
             raise UsageError(f"kv_cache_remote is {shorten(self.kv_cache_remote)}", why)
+
+    @property
+    def on_one_rank(self) -> "RuntimeConfig":
+        """These limits for a model that this process computes alone."""
+        return replace(self, tensor_parallel_size=1, nnodes=1, master_addr=None, secret_file=None)
 
     @property
     def shares_kv_cache(self) -> bool:

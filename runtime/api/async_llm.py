@@ -380,6 +380,11 @@ class AsyncLLM:
         return self._thread.is_alive
 
     @property
+    def error(self) -> EngineError | None:
+        """The error of further requests, since the engine has failed or is closed; None if it is alive."""
+        return self._thread.error
+
+    @property
     def step_s(self) -> float:
         """Seconds since the running step began; 0 without one."""
         return self._thread.step_s

@@ -44,7 +44,9 @@ class EngineThread:
         self._open: set[AnyRequest] = set()
         self._lock = threading.Lock()  # orders the end of the thread and requests that arrive at the same time
         self.error: EngineDeadError | None = None
+        self._failure: EngineError | None = None  # error that something outside of a step has caused
         self._step_began: float | None = None  # time.monotonic at the start of the running step; None between steps
+        core.executor.watch(self._fail)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -107,6 +109,8 @@ class EngineThread:
             while True:
                 while not self._inbox.empty() or not self._core.has_work:
                     message = self._inbox.get()
+                    if message is None and self._failure is not None:
+                        raise self._failure
                     if message is None:
                         for request in list(self._open):
                             self._abort(request)
@@ -119,10 +123,16 @@ class EngineThread:
                 self._send(outputs)
         except BaseException as error:
             if isinstance(error, EngineError):  # its message says enough without a traceback
-                logger.error("the engine's thread has ended: %s", error)
+                # As a text: a handler that keeps records would keep the error's frames, and with them the engine.
+                logger.error("the engine's thread has ended: %s", str(error))
             else:
                 logger.exception("the engine's thread has ended")
             self._die(EngineDeadError.of(error))
+
+    def _fail(self, error: EngineError) -> None:
+        """Ends the thread, also while it waits for requests. It may be called from any thread."""
+        self._failure = error
+        self._inbox.put(None)
 
     def _add(self, request: AnyRequest) -> None:
         self._open.add(request)

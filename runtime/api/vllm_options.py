@@ -49,7 +49,7 @@ def _settings(given: Any) -> bool:
 _FLAG = _one_of(True, False)
 _NOTHING = _one_of(None, {}, "", False)
 _FORMAT = "the formats of an engine are chosen by `engine build`"
-_ONE_DEVICE = "an engine runs on one device"
+_ONE_DEVICE = "an engine is one replica, and tensor_parallel_size cuts each of its layers"
 _ONE_FILE = "all that a model needs is in its engine file"
 _KERNELS = "kernels are compiled by `engine build`, and no graphs are captured"
 
@@ -64,11 +64,11 @@ _ENGINE_OPTIONS: Mapping[str, _Option] = {
     "disable_custom_all_reduce": _Option(_ONE_DEVICE, _FLAG),
     "disable_log_requests": _Option("requests of a library are not logged", _FLAG),
     "disable_log_stats": _Option("stats() gives the statistics, and nothing logs them", _FLAG),
-    "distributed_executor_backend": _Option(_ONE_DEVICE, _one_of(None, "mp", "uni")),
+    "distributed_executor_backend": _Option("ranks are processes of this machine", _one_of(None, "mp", "uni")),
     "download_dir": _Option("nothing is downloaded", _or_none(_text)),
     "dtype": _Option(_FORMAT, _one_of("auto", "bfloat16")),
     "enable_chunked_prefill": _Option("long prompts are always read in chunks", _or_none(_FLAG)),
-    "enable_expert_parallel": _Option(_ONE_DEVICE, _NOTHING),
+    "enable_expert_parallel": _Option("tensor_parallel_size divides layers of experts by experts", _FLAG),
     "enforce_eager": _Option(_KERNELS, _or_none(_FLAG)),
     "generation_config": _Option("sampling defaults are the model's own", _one_of("auto")),
     "gpu_memory_utilization": _Option("kv_cache_memory says how much memory the KV cache takes", _number(0, 1)),
@@ -79,6 +79,7 @@ _ENGINE_OPTIONS: Mapping[str, _Option] = {
     "load_format": _Option(_ONE_FILE, _one_of("auto")),
     "max_logprobs": _Option("a request may ask for 20 log-probabilities a token", _number(0, 20)),
     "max_seq_len_to_capture": _Option(_KERNELS, _or_none(_number(0))),
+    "node_rank": _Option("this machine is node 0, and the others run `engine worker`", _one_of(0)),
     "pipeline_parallel_size": _Option(_ONE_DEVICE, _one_of(1)),
     "quantization": _Option(_FORMAT, _NOTHING),
     "revision": _Option(_ONE_FILE, _NOTHING),
@@ -92,7 +93,6 @@ _ENGINE_OPTIONS: Mapping[str, _Option] = {
     "speculative_config": _Option("speculate and speculate_tokens configure speculative decoding", _NOTHING),
     "swap_space": _Option("sequences that are preempted are computed again", _number(0)),
     "task": _Option("an engine is of one kind of model", _one_of("auto", "generate", "embed", "score")),
-    "tensor_parallel_size": _Option(_ONE_DEVICE, _one_of(1)),
     "tokenizer": _Option("the tokenizer is in the engine file", _NOTHING),
     "tokenizer_mode": _Option("the tokenizer is in the engine file", _one_of("auto")),
     "tokenizer_revision": _Option("the tokenizer is in the engine file", _NOTHING),

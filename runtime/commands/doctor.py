@@ -2,7 +2,7 @@
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ def examine(path: Path | None, config: RuntimeConfig, root: Path = machine.ROOT)
     return report | {"warnings": list(_warnings(report)), "problems": problems}
 
 
+def _nodes_line(nodes: Sequence[int]) -> str:
+    """Describes memory nodes by their numbers of CPUs."""
+    return f"{len(nodes)} memory nodes of {', '.join(map(str, nodes))} CPUs: try --tensor-parallel-size {len(nodes)}"
+
+
 def _cpu_facts(root: Path) -> dict[str, Any]:
     quotas = list(machine.processor_limits(root))
     return {
@@ -60,6 +65,7 @@ def _cpu_facts(root: Path) -> dict[str, Any]:
         "machine_cpus": os.cpu_count(),
         "control_group_cores": min(quotas, default=None),
         "caches": machine.caches(root),
+        "memory_nodes": [len(cpus) for cpus in machine.memory_nodes(root)],
     }
 
 
@@ -150,6 +156,7 @@ def describe(report: dict[str, Any]) -> str:
             f"the control group {'has no limit' if quota is None else f'fills {quota}'}",
         ),
         *([("", f"caches: {caches}")] if caches else ()),
+        *([("", _nodes_line(cpu["memory_nodes"]))] if len(cpu["memory_nodes"]) > 1 else ()),
         (
             "memory",
             f"{format_bytes(memory['free_bytes'])} free of {format_bytes(memory['total_bytes'])}, "

@@ -1,5 +1,6 @@
 """`engine inspect`: shows the contents of an engine file, and how many sequences of which length fit a memory."""
 
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,31 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.machine import free_memory
 from enginewright.runtime.device.memory_plan import FREE_SHARE, plan_memory, sequence_bytes
+from enginewright.runtime.device.ranks.shares import RankShare, check_ranks, rank_shares
 from enginewright.runtime.engine import Engine
 from enginewright.targets import CPU, PTX, architectures, platforms_of
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
-def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
+def summarize(path: Path, memory: int | None = None, ranks: int = 1) -> dict[str, Any]:
     """Collects everything that `inspect` shows of an engine or an adapter, ready for JSON.
 
     Args:
         path: the file.
         memory: bytes for weights, arena and KV cache together; None is what `engine run` would use on this machine.
+        ranks: number of processes that compute the model together.
 
     Raises:
         CorruptEngineError: the file is damaged.
+        UsageError: the engine does not run on several ranks.
     """
     with EngineFile.open(path, check_sections=False, adapters=True) as file:
         if file.manifest.engine is not None:
             return _summarize_adapter(path)
         target = next(iter(platforms_of(file.manifest.targets)), CPU)
+        if ranks > 1:
+            check_ranks(ranks, target)
     with Engine.open(path, target) as engine:
         manifest, plan = engine.manifest, engine.plan
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
@@ -54,6 +60,9 @@ def summarize(path: Path, memory: int | None = None) -> dict[str, Any]:
             "messages": _messages(engine),
             "content_hash": manifest.content_hash,
             "quality": _quality(engine.file),
+            "ranks": [asdict(one) for one in rank_shares(plan, lambda name: engine.weight(name)[1], ranks)]
+            if ranks > 1
+            else [],
             "format_version": manifest.format_version,
             "builder_version": manifest.builder_version,
             "sources": manifest.sources,
@@ -215,6 +224,8 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
     lines.append(
         f"  memory     {format_bytes(memory['weight_bytes'])} weights, {format_bytes(memory['arena_bytes'])} arena"
     )
+    for rank, share in enumerate(summary["ranks"]):
+        lines.append(f"  {f'rank {rank}':<11}{RankShare(**share).describe()}")
     given, kv_cache = format_bytes(memory["given_bytes"]), format_bytes(memory["kv_cache_bytes"])
     if memory["kv_cache_share"] < 1:
         lines.append(

@@ -67,6 +67,14 @@ class EmbeddingCore:
 
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
         self.engine = engine
+        if config.kv_events is not None:
+            raise UsageError("kv_events is for engines that write", "an embedding model keeps no blocks")
+        if config.kv_cache_disk is not None:
+            raise UsageError("kv_cache_disk is for engines that write", "an embedding model keeps nothing")
+        if config.shares_kv_cache:
+            raise UsageError("kv_cache_remote is for engines that write", "an embedding model keeps no blocks")
+        if config.kv_role is not None:
+            raise UsageError("kv_role is for engines that write", "an embedding model keeps no blocks")
         _ = engine.tokenizer, engine.embedding  # Read now, since the file may be changed later.
         self.executor = open_executor(engine, config)
         self._scheduler = Scheduler(
@@ -77,14 +85,6 @@ class EmbeddingCore:
             cost=PromptCost(engine.plan).at,
             whole_texts=engine.plan.whole_texts,
         )
-        if config.kv_events is not None:
-            raise UsageError("kv_events is for engines that write", "an embedding model keeps no blocks")
-        if config.kv_cache_disk is not None:
-            raise UsageError("kv_cache_disk is for engines that write", "an embedding model keeps nothing")
-        if config.shares_kv_cache:
-            raise UsageError("kv_cache_remote is for engines that write", "an embedding model keeps no blocks")
-        if config.kv_role is not None:
-            raise UsageError("kv_role is for engines that write", "an embedding model keeps no blocks")
         self._requests: dict[TokenSequence, TextRequest] = {}
         self._counts = StepCounts(self._scheduler, self.executor.memory_plan)
 

@@ -1,17 +1,15 @@
 """Opens the KV events and the stores of an engine's prefix cache."""
 
 from collections.abc import Callable
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from enginewright import _cpu
 from enginewright.errors import UsageError
-from enginewright.regular_file import read_regular
 from enginewright.runtime import env
-from enginewright.runtime.cache.channel import MIN_SECRET_BYTES, Facts
+from enginewright.runtime.cache.channel import Facts, read_secret, release_hash
 from enginewright.runtime.cache.disk import DiskStore
 from enginewright.runtime.cache.peer import MemoryBlobs, PeerBlobs, PeerServer
 from enginewright.runtime.cache.remote import CAUSES, SEAL_BYTES, Blobs, EntryCipher, RemoteStore
@@ -25,8 +23,6 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.prompt_cost import PromptCost
 from enginewright.runtime.step.step_cost import StepCost
-
-MAX_SECRET_BYTES = 4096
 
 
 def open_kv_events(engine: Engine, config: RuntimeConfig, scheduler: Scheduler) -> KvEventSender | None:
@@ -151,14 +147,7 @@ def kv_secret(config: RuntimeConfig) -> bytes:
         UsageError: the file cannot be read, or is too short.
     """
     assert config.kv_secret_file is not None, "RuntimeConfig requires it"
-    try:
-        secret = read_regular(Path(config.kv_secret_file), MAX_SECRET_BYTES).strip()
-    except OSError as error:
-        raise UsageError(f"kv_secret_file {config.kv_secret_file} cannot be read", error.strerror or "") from error
-    if len(secret) < MIN_SECRET_BYTES:
-        fix = "Make one: openssl rand -hex 32 > FILE, and copy it to each server."
-        raise UsageError(f"the secret in {config.kv_secret_file} is shorter than {MIN_SECRET_BYTES} bytes", fix=fix)
-    return secret
+    return read_secret("kv_secret_file", config.kv_secret_file)
 
 
 def block_facts(engine: Engine, executor: Executor, block_size: int) -> Facts:
@@ -169,8 +158,6 @@ def block_facts(engine: Engine, executor: Executor, block_size: int) -> Facts:
         executor: runs it.
         block_size: number of tokens of a block.
     """
-    with open(_cpu.__file__, "rb") as code:
-        release = file_digest(code, "sha256").hexdigest()
     dtypes = sorted({plane.dtype for group in engine.plan.caches for plane in getattr(group, "planes", ())})
     return {
         "content hash": engine.manifest.content_hash,
@@ -178,7 +165,7 @@ def block_facts(engine: Engine, executor: Executor, block_size: int) -> Facts:
         "block size": str(block_size),
         "KV layout": sha256(msgspec.json.encode(engine.plan.caches)).hexdigest(),
         "instruction set": executor.isa,
-        "release": release,
+        "release": release_hash(),
     }
 
 

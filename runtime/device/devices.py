@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 from enginewright.adapter_file import AdapterFile
 from enginewright.engine_file import EngineFile
-from enginewright.errors import NoCodeForMachineError, UsageError, shorten
+from enginewright.errors import EngineError, NoCodeForMachineError, UsageError, shorten
 from enginewright.plan import Plan
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import MemoryPlan
+from enginewright.runtime.device.ranks.executor import RankedExecutor
+from enginewright.runtime.device.ranks.shares import check_ranks
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.scheduler.stored import PlaceMemory
@@ -62,6 +64,10 @@ class Executor(Protocol):
     @property
     def draw(self) -> Draw:
         """Samples tokens from the logits of the last step, in place of `_cpu.sample`."""
+        ...
+
+    def watch(self, failed: Callable[[EngineError], None]) -> None:
+        """Calls `failed`, from another thread, as soon as something outside of a step ends the executor."""
         ...
 
     def close(self) -> None:
@@ -121,6 +127,10 @@ def open_executor(engine: Engine, config: RuntimeConfig, weights: Mapping[str, A
 
 
 def _open_on_cpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any]) -> Executor:
+    if config.tensor_parallel_size > 1:
+        ranked = RankedExecutor(engine, config, weights)
+        _warn_of_threads(ranked.threads * (config.tensor_parallel_size // config.nnodes))
+        return ranked
     executor = CpuExecutor(engine, config, weights)
     _warn_of_threads(executor.threads)
     return executor
@@ -130,6 +140,8 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, An
     from enginewright.runtime.device.cuda.device import CudaDevice
     from enginewright.runtime.device.cuda.executor import CudaExecutor
 
+    if config.tensor_parallel_size > 1:
+        check_ranks(config.tensor_parallel_size, CUDA)
     device = CudaDevice(int(config.device.partition(":")[2] or 0))
     try:
         archive = engine.code(device.capability)

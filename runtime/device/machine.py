@@ -3,7 +3,8 @@
 import ctypes
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path("/")
@@ -25,6 +26,48 @@ def num_cores(root: Path = ROOT) -> int:
         siblings = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings or str(cpu))
     return max(1, min([len(cores), *processor_limits(root)]))
+
+
+def memory_nodes(root: Path = ROOT) -> list[tuple[int, ...]]:
+    """CPUs of each memory node (NUMA) that the process may run on, in the order of the nodes."""
+    allowed, nodes = os.sched_getaffinity(0), []
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    for folder in sorted(folders, key=lambda one: int(one.name.removeprefix("node"))):
+        cpus = tuple(sorted(allowed.intersection(_ranges(_text(folder / "cpulist")))))
+        if cpus:
+            nodes.append(cpus)
+    return nodes
+
+
+def cpus_of_ranks(size: int, root: Path = ROOT) -> list[tuple[int, ...]]:
+    """Divides the machine's memory nodes among ranks, so that the memory of each is near its CPUs.
+
+    Args:
+        size: number of ranks.
+        root: root of the file system.
+
+    Returns:
+        CPUs of each rank; () is any, for all of them if there is one node, or if ranks and nodes do not divide.
+    """
+    nodes = memory_nodes(root)
+    if len(nodes) < 2 or (len(nodes) % size and size % len(nodes)):
+        return [()] * size
+    each = max(len(nodes) // size, 1)  # nodes of a rank
+    firsts = [rank * len(nodes) // size for rank in range(size)]
+    return [tuple(cpu for cpus in nodes[first : first + each] for cpu in cpus) for first in firsts]
+
+
+@contextmanager
+def on_cpus(cpus: Sequence[int]) -> Iterator[None]:
+    """Runs this thread, and those that it makes meanwhile, on some CPUs; () changes nothing."""
+    before = os.sched_getaffinity(0)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        if cpus:
+            os.sched_setaffinity(0, before)
 
 
 def total_memory(root: Path = ROOT) -> int:
@@ -103,6 +146,12 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _ranges(text: str) -> Iterator[int]:
+    """Yields the numbers of a list such as 0-3,8."""
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        yield from range(int(first), int(last or first) + 1)
 
 
 def _number(path: Path) -> int | None:

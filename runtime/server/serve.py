@@ -123,6 +123,8 @@ async def open_engines(model: Model, config: ServerConfig, limits: dict[str, Any
     files = files_of([model] if isinstance(model, str | Path) else model)
     if len(files) > 1 and runtime.kv_events is not None:
         raise UsageError("kv_events is for one engine", f"{len(files)} cannot share an address")
+    if len(files) > 1 and runtime.nnodes > 1:
+        raise UsageError("nnodes is for one engine", f"{len(files)} cannot share the other machines")
     if len(files) > 1 and runtime.kv_listen is not None:
         fix = "Leave it out: each engine then listens on a free port, and its leases name it."
         raise UsageError("kv_listen is for one engine", f"{len(files)} cannot share an address", fix)

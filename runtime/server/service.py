@@ -77,7 +77,9 @@ class Service:
 
     def why_unhealthy(self) -> ApiError | None:
         """Error that /health reports, if any, including a changed engine file before a step notices it."""
-        closed = self.why_closed()
+        closed, error = self.why_closed(), self.llm.error
+        if closed is not None and closed.code == "engine_dead" and error is not None and error.is_shown_by_health:
+            return ApiError(closed.status, f"{error.what}: {error.why}", code=closed.code)
         if closed is None:
             try:
                 self.llm.engine.check_in_use()

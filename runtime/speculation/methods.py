@@ -75,7 +75,7 @@ def _config_of_draft(role: str, engine: Engine, config: RuntimeConfig, kv_bytes:
     """Limits of a draft model. `config` and `kv_bytes` are the model's; None: its KV caches are not planned yet."""
     length = config.max_model_len or engine.plan.max_seq_len
     return replace(
-        config,
+        config.on_one_rank,  # a draft model is small: it is computed where tokens are sampled
         max_model_len=min(length, engine.for_role(role).plan.max_seq_len),
         max_logit_rows=config.max_num_seqs,
         enable_lora=False,  # a draft model has the base's weights: what it proposes is verified

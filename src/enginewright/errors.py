@@ -15,6 +15,7 @@ class EngineError(Exception):
     """
 
     exit_code = 1
+    is_shown_by_health = False  # True if a server may show it to anybody: it names no files
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = what, why, fix = printable(what), printable_lines(why), printable_lines(fix)
@@ -78,7 +79,7 @@ class EngineDeadError(EngineError):
             why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             return cls("the engine has failed", why, "Start it again.")
         dead = cls("the engine has failed", ": ".join(filter(None, (error.what, error.why))), error.fix)
-        dead.exit_code = error.exit_code
+        dead.exit_code, dead.is_shown_by_health = error.exit_code, error.is_shown_by_health
         return dead
 
 

@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from types import MappingProxyType
 
@@ -13,8 +14,8 @@ from enginewright.adapter_file import AdapterFile
 from enginewright.adapter_plan import max_site_rank, max_top
 from enginewright.adapter_sites import Site
 from enginewright.dtypes import KV_CACHES
-from enginewright.errors import CorruptEngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
-from enginewright.manifest import SectionForm
+from enginewright.engine_header import ALIGN
+from enginewright.errors import CorruptEngineError, EngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
 from enginewright.plan import (
     HIDDEN,
     HIDDEN_BEFORE,
@@ -24,18 +25,22 @@ from enginewright.plan import (
     CacheGroup,
     CacheOperand,
     InputOperand,
+    KernelCall,
     Operand,
     PagedCache,
     WeightOperand,
     cache_of,
 )
+from enginewright.rank_plan import ALL_GATHER, plan_of_rank
 from enginewright.runtime import env
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.adapters import model_plan, num_slots
+from enginewright.runtime.device.cpu.weight_parts import part_of_weight
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import plan_memory
+from enginewright.runtime.device.ranks.member import Ranks, weight_columns
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
@@ -51,6 +56,7 @@ class CpuExecutor:
         engine: the open engine.
         config: limits of a step; None takes the defaults.
         weights: those of another executor of the same engine, which are used instead of reading them again.
+        ranks: the processes that compute the model together, this one among them; None: it is alone.
 
     Raises:
         NoCodeForMachineError: the CPU lacks the instruction set, or this release lacks a kernel or the KV dtype.
@@ -65,13 +71,19 @@ class CpuExecutor:
         engine: Engine,
         config: RuntimeConfig | None = None,
         weights: Mapping[str, NDArray[np.uint8]] = MappingProxyType({}),
+        ranks: Ranks | None = None,
     ) -> None:
         config = config or RuntimeConfig()
         self.engine = engine
         sites = engine.adapter_sites.sites if config.enable_lora else ()
         self.plan = model_plan(engine, config)
         self.max_top_logprobs = self.plan.vocab_size
-        self.memory_plan = plan_memory(self.plan, config, engine.missing_weight_bytes(weights))
+        if ranks is None:
+            self.memory_plan = plan_memory(self.plan, config, engine.missing_weight_bytes(weights))
+        else:
+            self.memory_plan = ranks.memory_plan
+            self.plan = plan_of_rank(self.plan, ranks.rank, ranks.size, partial(weight_columns, engine))
+        self.ranks = ranks
         self.isa = choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
         _check_dtypes(engine)
@@ -92,8 +104,7 @@ class CpuExecutor:
             self._adapters = self._open_adapters(sites, config) if sites else None
             self._executor = _cpu.Executor(self.isa, self.threads, self.memory_plan.limits.counts, inputs, arena_bytes)
             for call in self.plan.calls:
-                operands = {name: self._operand(operand) for name, operand in call.operands.items()}
-                self._executor.add_kernel(call.kernel, operands, call.attributes)
+                self._add(call)
             self._logits = self._buffer(self.plan.result)
             hidden, before = self.plan.outputs.get(HIDDEN), self.plan.given.get(HIDDEN_BEFORE)
             self._hidden = None if hidden is None else self._buffer(hidden)
@@ -125,6 +136,8 @@ class CpuExecutor:
             CorruptEngineError: the mapped file has changed, so results may come from other weights.
         """
         self._executor.run(self._prepare(inputs), inputs.sizes.counts)
+        if self.ranks is not None:
+            self.ranks.check()
         self._check_weights()
         hidden = None if self._hidden is None else self._hidden[: inputs.sizes.tokens]
         return StepOutputs(self._logits[: inputs.sizes.logit_rows], hidden)
@@ -161,6 +174,9 @@ class CpuExecutor:
         """Empties a slot that no step uses."""
         assert self._adapters is not None, "enable_lora is True"
         self._adapters.unload(slot)
+
+    def watch(self, failed: Callable[[EngineError], None]) -> None:
+        """Does nothing: only a step ends this executor."""
 
     def close(self) -> None:
         """Does nothing: the memory is freed with the object."""
@@ -213,24 +229,44 @@ class CpuExecutor:
         if self._mmap:
             self.engine.check_mapped_weights()
 
-    def _weight(self, name: str) -> tuple[memoryview | NDArray[np.uint8], SectionForm]:
-        data, form = self.engine.weight(name)
-        if self._mmap:
-            return data, form
+    def _weight(self, operand: WeightOperand) -> _cpu.OperandSpec:
+        data, form = self.engine.weight(operand.name)
+        part = part_of_weight(form, operand)
+        assert form.dtype is not None and form.layout is not None
+        memory = [self._bytes(operand.name, data, begin, end) for begin, end in part.ranges]
+        # Only vectors have several ranges, and these are small.
+        whole = memory[0] if len(memory) == 1 else np.concatenate([np.frombuffer(one, np.uint8) for one in memory])
+        matrices, rows, columns = part.shape
+        return _cpu.OperandSpec.weight(whole, form.dtype, form.layout, rows, columns, matrices)
+
+    def _bytes(self, weight: str, data: memoryview, begin: int, end: int) -> memoryview | NDArray[np.uint8]:
+        """A range of a weight's bytes, where they are mapped, or read into memory.
+
+        Scales of groups may begin at any multiple of 16 bytes, and kernels read whole cache lines.
+        """
+        if self._mmap and begin % ALIGN == 0:
+            return data[begin:end]
+        name = weight if end - begin == len(data) else f"{weight}[{begin}:{end}]"
         if name not in self.weights:
-            self.weights[name] = _system_memory(form.nbytes)
-            self.engine.read_weight(name, 0, self.weights[name])
-        return self.weights[name], form
+            self.weights[name] = _system_memory(end - begin)
+            self.engine.read_weight(weight, begin, self.weights[name])
+        return self.weights[name]
+
+    def _add(self, call: KernelCall) -> None:
+        operands = {name: self._operand(operand) for name, operand in call.operands.items()}
+        if call.kernel == ALL_GATHER:
+            assert self.ranks is not None, "plan_of_rank has added it"
+            unit, root = (int(call.attributes[name]) for name in ("unit", "root"))
+            self._executor.add_all_gather(operands["x"], unit, root, self.ranks.exchange, operands.get("starts"))
+        else:
+            self._executor.add_kernel(call.kernel, operands, call.attributes)
 
     def _operand(self, operand: Operand) -> _cpu.OperandSpec:
         match operand:
             case InputOperand():
                 return _cpu.OperandSpec.step(operand.name)
             case WeightOperand():
-                data, form = self._weight(operand.name)
-                assert form.dtype is not None and form.shape is not None and form.layout is not None
-                matrices, rows, columns = (1,) * (3 - len(form.shape)) + form.shape
-                return _cpu.OperandSpec.weight(data, form.dtype, form.layout, rows, columns, matrices)
+                return self._weight(operand)
             case BufferOperand():
                 buffer: Buffer = self.plan.buffers[operand.index]
                 whole = operand.columns == buffer.columns

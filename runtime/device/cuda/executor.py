@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from enginewright.adapter_file import AdapterFile
 from enginewright.adapter_plan import SLOTS
-from enginewright.errors import CorruptEngineError
+from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.plan import (
     HIDDEN,
     HIDDEN_BEFORE,
@@ -159,6 +159,9 @@ class CudaExecutor:
     def draw(self) -> Draw:
         """Samples on the device, from the logits of the last `run`."""
         return self._draw
+
+    def watch(self, failed: Callable[[EngineError], None]) -> None:
+        """Does nothing: only a step ends this executor."""
 
     def close(self) -> None:
         """Frees the GPU's memory. The caller has waited for all steps."""

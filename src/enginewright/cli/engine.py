@@ -11,11 +11,12 @@ from enginewright.cli.groups import Commands
 from enginewright.cli.route import route
 from enginewright.cli.run import run
 from enginewright.cli.shell import completion, show_help
+from enginewright.cli.worker import worker
 
 COMMANDS: tuple[click.Command, ...] = (
     *(build, rebuild, adapter, export),
     *(inspect, verify, sign, doctor, diff),
-    *(generate, embed, chat, run, route, bench),
+    *(generate, embed, chat, run, worker, route, bench),
     *(completion, show_help),
 )
 
