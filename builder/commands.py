@@ -34,6 +34,7 @@ def build_model(
     adapters: Sequence[str] = (),
     draft: str | None,
     dry_run: bool,
+    ranks: int = 1,
     requires_kv_dtype: bool,
 ) -> BuildReport | Forecast:
     """Builds an engine from a checkpoint, and shows the progress on stderr.
@@ -45,6 +46,7 @@ def build_model(
         adapters: Folders of adapters to merge into the model, in the form of --merge.
         draft: The source of draft tokens, in the form of --draft. None: no draft tokens.
         dry_run: Computes a forecast of the build; nothing is downloaded or written.
+        ranks: Number of processes that are to compute the model together, for the forecast.
         requires_kv_dtype: Refuses a model that cannot have the KV cache's dtype in `config`. False: such a model gets
             bf16, and the report says so.
 
@@ -54,6 +56,9 @@ def build_model(
         EngineError: The checkpoint cannot be read, or the engine cannot be written.
         QualityGateError: The engine is too far from its source.
     """
+    if ranks > 1 and not dry_run:
+        why = "an engine is cut when it is loaded, for any number of processes"
+        raise UsageError("--tensor-parallel-size is for --dry-run", why, "Leave it out, and give it to engine run.")
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_merged(open_checkpoint(model, only_cached=dry_run, check_config=check_config), adapters)
@@ -62,7 +67,9 @@ def build_model(
             source = source_of(opened_draft)
             config = with_possible_kv(config, checkpoint.config, *([source[1].config] if source else []))
         path = output or default_output(checkpoint, config)
-        return (forecast if dry_run else build_engine)(checkpoint, config, path, progress, opened_draft)
+        if dry_run:
+            return forecast(checkpoint, config, path, progress, opened_draft, ranks)
+        return build_engine(checkpoint, config, path, progress, opened_draft)
 
 
 def rebuild_engine(engine: Path, **options: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from enginewright.builder.build import BuildReport
 from enginewright.builder.forecast import Forecast
 from enginewright.runtime.commands.quality import describe_quality
 from enginewright.runtime.count import format_bytes
+from enginewright.runtime.device.ranks.shares import RankShare
 
 REFUSALS_SHOWN = 3  # reasons shown for each pass
 # Main output → command to try an engine with, and its arguments after the file.
@@ -167,6 +168,8 @@ def _forecast(report: Forecast) -> Iterator[str]:
     yield from _calibration(report.calibration)
     dtypes = ", ".join(f"{format_bytes(count)} {dtype}" for dtype, count in sorted(report.weight_bytes.items()))
     yield f"memory   {format_bytes(sum(report.weight_bytes.values()))} of weights ({dtypes}), {_kv(report)}"
+    for rank, share in enumerate(report.ranks):
+        yield f"rank {rank:<4}{RankShare(**share).describe()}"
     yield from _notes(report)
     yield f"build    takes {_need(report.disk_bytes, report.free_disk_bytes, 'on that disk')}"
     yield f"         and {_need(report.memory_bytes, report.free_memory_bytes, 'in memory')}"

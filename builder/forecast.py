@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.method import Calibration
 from enginewright.runtime.device.machine import free_memory
+from enginewright.runtime.device.ranks.shares import check_ranks, rank_shares
 from enginewright.runtime.step.dims import StepCounter
+from enginewright.targets import CPU
 
 EVIDENCE_SECTIONS = 2  # goldens and quality report
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
@@ -61,6 +63,7 @@ class Forecast:
     free_disk_bytes: int  # free bytes on the engine file's disk
     memory_bytes: int  # estimate, without pages of files
     free_memory_bytes: int  # free bytes of this machine
+    ranks: list[dict[str, Any]]  # part of each process that computes the model (RankShare); none for one process
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the forecast to JSON's types."""
@@ -68,7 +71,12 @@ class Forecast:
 
 
 def forecast(
-    checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress, draft: Draft | None = None
+    checkpoint: Checkpoint,
+    config: BuildConfig,
+    output: Path,
+    progress: Progress,
+    draft: Draft | None = None,
+    ranks: int = 1,
 ) -> Forecast:
     """Predicts the result of `build_engine` with the same arguments.
 
@@ -78,6 +86,7 @@ def forecast(
         output: the engine file.
         progress: receiver of progress.
         draft: the draft, or None.
+        ranks: number of processes that are to compute the model together.
 
     Raises:
         EngineError: as `build_engine`: the model is not supported, or the options do not fit it.
@@ -118,7 +127,16 @@ def forecast(
         free_disk_bytes=shutil.disk_usage(output.absolute().parent).free,
         memory_bytes=_memory_bytes(assembly, samples["tokens"] if samples else 0),
         free_memory_bytes=free_memory(),
+        ranks=_shares(assembly, ranks) if ranks > 1 else [],
     )
+
+
+def _shares(assembly: Assembly, ranks: int) -> list[dict[str, Any]]:
+    """Parts of the processes that compute the model together, on CPUs."""
+    target = CPU if CPU in assembly.plans else next(iter(assembly.plans))
+    check_ranks(ranks, target)
+    shares = rank_shares(assembly.plans[target], lambda name: assembly.weights[name].form, ranks)
+    return [asdict(share) for share in shares]
 
 
 def _file_bytes(assembly: Assembly) -> int:

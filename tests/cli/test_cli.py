@@ -351,10 +351,20 @@ def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("run x --tensor-parallel-size 2", "An engine runs on one device: leave it out."),
-        ("run x --tensor_parallel_size=2", "An engine runs on one device: leave it out."),
-        ("run x --tensor-paralel-size 2", "An engine runs on one device: leave it out."),
-        ("run x -tp 2", "An engine runs on one device: leave it out."),
+        ("run x --tensor-paralel-size 2", "Did you mean '--tensor-parallel-size'?"),
+        (
+            "run x --pipeline-parallel-size 2",
+            "Layers are not divided among devices yet: --tensor-parallel-size cuts each layer.",
+        ),
+        ("run x -pp 2", "Layers are not divided among devices yet: --tensor-parallel-size cuts each layer."),
+        ("run x -dp 2", "Run several servers behind engine route."),
+        (
+            "run x --enable-expert-parallel",
+            "--tensor-parallel-size divides layers of experts by experts: leave it out.",
+        ),
+        ("run x --node-rank 0", "This machine is node 0; the others run engine worker with --node-rank."),
+        ("run x --headless", "This machine is node 0; the others run engine worker with --node-rank."),
+        ("bench offline x --split-mode row", "Ranks get equal parts: --tensor-parallel-size."),
         ("generate x -ngl 99 -p x", "An engine runs on one device as a whole: --device cuda."),
         ("run x --gpu-memory-utilization 0.9", "Set the memory of the KV cache: --kv-cache-memory 8GiB."),
         ("run x --dtype auto", "Formats are chosen when the engine is built: engine build MODEL --quant METHOD."),
@@ -610,6 +620,7 @@ def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str
                 "KV cache",
                 "Speculation",
                 "Machine",
+                "Several machines",
                 "Several engines",
                 "Adapters",
                 "Operation",
@@ -621,7 +632,21 @@ def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str
                 "Other",
             ],
         ),
-        ("chat", ["Prompt", "Sampling", "Output", "Limits", "KV cache", "Speculation", "Machine", "Other"]),
+        (
+            "chat",
+            [
+                "Prompt",
+                "Sampling",
+                "Output",
+                "Limits",
+                "KV cache",
+                "Speculation",
+                "Machine",
+                "Several machines",
+                "Other",
+            ],
+        ),
+        ("worker", ["Several machines", "Machine", "Log", "Other"]),
         (
             "generate",
             [
@@ -633,6 +658,7 @@ def test_help_has_each_option_in_a_section_and_with_its_default(words: tuple[str
                 "KV cache",
                 "Speculation",
                 "Machine",
+                "Several machines",
                 "Other",
             ],
         ),

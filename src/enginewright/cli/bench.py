@@ -85,6 +85,13 @@ def bench_offline(
     "times.",
 )
 @measurement("--rounds", type=int, default=5, help="Number of rounds. Each measures the roofline, and then every step.")
+@section("Machine")(
+    "--tensor-parallel-size",
+    "-tp",
+    type=CountType(),
+    default=1,
+    help="Number of processes that compute the model together. Kernels are those of the first one.",
+)
 @THREADS_OPTION
 @JSON_OPTION
 def bench_profile(
@@ -93,6 +100,7 @@ def bench_profile(
     batch: tuple[int, ...],
     depth: tuple[int, ...],
     rounds: int,
+    tensor_parallel_size: int,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -104,7 +112,7 @@ def bench_profile(
     from enginewright_bench.profile import profile_config, run_profile
     from enginewright_bench.report import describe_profile
 
-    report = run_profile(engine, profile_config(prefill, batch, depth, rounds), threads)
+    report = run_profile(engine, profile_config(prefill, batch, depth, rounds), threads, tensor_parallel_size)
     show_report(report, None if as_json else describe_profile, err=True)
 
 

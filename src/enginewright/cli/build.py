@@ -175,6 +175,13 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     help="Only say what the build would write, and how much disk space and memory it would need. Nothing is downloaded "
     "or written: a model of the hub must have been downloaded before.",
 )
+@output_section(
+    "--tensor-parallel-size",
+    "-tp",
+    type=CountType(),
+    default=1,
+    help="With --dry-run, say which part each of this many processes would have.",
+)
 @JSON_OPTION
 def build(
     model: str,
@@ -195,6 +202,7 @@ def build(
     provenance: Path | None,
     builder_id: str | None,
     dry_run: bool,
+    tensor_parallel_size: int,
     draft: str | None,
     as_json: bool,
     **settings: Any,
@@ -227,7 +235,14 @@ def build(
     )
     requires_kv_dtype = not from_recipe("kv_cache_dtype")
     made = build_model(
-        model, config, output, adapters=adapters, draft=draft, dry_run=dry_run, requires_kv_dtype=requires_kv_dtype
+        model,
+        config,
+        output,
+        adapters=adapters,
+        draft=draft,
+        dry_run=dry_run,
+        ranks=tensor_parallel_size,
+        requires_kv_dtype=requires_kv_dtype,
     )
     show_report(made, None if as_json else describe, err=True)
 

@@ -9,7 +9,7 @@ import click
 from enginewright.cli.help import JSON_OPTION, SectionCommand, section
 from enginewright.cli.options import DEVICE_OPTION, EVERY_LINE_OPTION, ISA_OPTION, LIMIT_OPTIONS, THREADS_OPTION
 from enginewright.cli.printing import show
-from enginewright.cli.values import BytesType, EnginePathType
+from enginewright.cli.values import BytesType, CountType, EnginePathType
 
 output_section, trust_section, signer_section = section("Output"), section("Trust"), section("Signer")
 SIGNATURE_OPTION = section("Signature")(
@@ -28,16 +28,23 @@ SIGNATURE_OPTION = section("Signature")(
     show_default="the free memory of this machine",
     help="Show how many sequences fit this much memory, weights included: 8GiB, 8g (the same) or 8GB.",
 )
+@output_section(
+    "--tensor-parallel-size",
+    "-tp",
+    type=CountType(),
+    default=1,
+    help="Show which part of the weights and of the KV cache each of this many processes has.",
+)
 @output_section("--sections", is_flag=True, help="List every section of the file, with its size and format.")
 @JSON_OPTION
-def inspect(engine: Path, memory: int | None, sections: bool, as_json: bool) -> None:
+def inspect(engine: Path, memory: int | None, tensor_parallel_size: int, sections: bool, as_json: bool) -> None:
     """Show what is in an engine file, or in an adapter file.
 
     That is the model, how it was built, what the quality gate measured, and how many sequences fit into memory.
     """
     from enginewright.runtime.commands.inspect import describe, summarize
 
-    summary = summarize(engine, memory)
+    summary = summarize(engine, memory, tensor_parallel_size)
     show(summary, None if as_json else partial(describe, every_section=sections))
 
 

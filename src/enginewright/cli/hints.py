@@ -40,15 +40,21 @@ _METHODS: Sequence[tuple[str, str]] = (
     (r"i?q[123](-.*)?|[23]-?bits?|int[23]|w[23]a16", f"{_INT4}; formats of fewer than 4 bits are not implemented"),
 )
 
-_ONE_DEVICE = "An engine runs on one device: leave it out."
 _IN_THE_FILE = "All that a model needs is in its engine file: leave it out."
 _BY_BUILD = "Formats are chosen when the engine is built: engine build MODEL --quant METHOD."
 # Options of vLLM, llama.cpp and other programs that do not exist here -> a sentence that says what to do instead.
 OPTIONS: Mapping[str, str] = {
     name: hint
     for names, hint in (
-        ("--tensor-parallel-size -tp --pipeline-parallel-size -pp --data-parallel-size -dp", _ONE_DEVICE),
-        ("--distributed-executor-backend --split-mode --tensor-split", _ONE_DEVICE),
+        (
+            "--pipeline-parallel-size -pp",
+            "Layers are not divided among devices yet: --tensor-parallel-size cuts each layer.",
+        ),
+        ("--node-rank -r --headless", "This machine is node 0; the others run engine worker with --node-rank."),
+        ("--data-parallel-size -dp", "Run several servers behind engine route."),
+        ("--enable-expert-parallel -ep", "--tensor-parallel-size divides layers of experts by experts: leave it out."),
+        ("--distributed-executor-backend", "Ranks are processes, on several machines with --nnodes: leave it out."),
+        ("--split-mode --tensor-split", "Ranks get equal parts: --tensor-parallel-size."),
         ("--n-gpu-layers --gpu-layers -ngl", "An engine runs on one device as a whole: --device cuda."),
         ("--gpu-memory-utilization --mem-fraction-static", "Set the memory of the KV cache: --kv-cache-memory 8GiB."),
         ("--dtype --quantization -q", _BY_BUILD),

@@ -9,7 +9,7 @@ import click
 from enginewright.cli.help import Decorator, section, with_options
 from enginewright.cli.values import BytesType, CountType, JsonObjectType
 from enginewright.quant_methods import QUANT_METHODS
-from enginewright.runtime.config import MAX_DRAFT_TOKENS, SPECULATE
+from enginewright.runtime.config import MASTER_PORT, MAX_DRAFT_TOKENS, SPECULATE
 
 QUANTS = tuple(QUANT_METHODS)
 
@@ -23,6 +23,7 @@ _limits = section("Limits")
 _kv_cache = section("KV cache")
 _machine = section("Machine")
 _speculation = section("Speculation")
+nodes_section = section("Several machines")
 
 THREADS_OPTION = _machine(
     "--threads",
@@ -48,6 +49,19 @@ DEVICE_OPTION = _machine(
     "engine has code for it, and otherwise the CPU.",
 )
 
+MASTER_PORT_OPTION = nodes_section(
+    "--master-port",
+    type=click.IntRange(1, 65535),
+    default=MASTER_PORT,
+    help="TCP port at --master-addr. It has nothing to do with the port of the HTTP server.",
+)
+SECRET_FILE_OPTION = nodes_section(
+    "--secret-file",
+    type=click.Path(dir_okay=False),
+    show_default="none; several machines need it",
+    help="File of the secret by which the machines know each other; openssl rand -hex 32 makes one.",
+)
+
 VERIFY_OPTION = _machine(
     "--verify",
     is_flag=True,
@@ -68,6 +82,11 @@ LIMITS = (
     "speculate",
     "speculate_tokens",
     "device",
+    "tensor_parallel_size",
+    "nnodes",
+    "master_addr",
+    "master_port",
+    "secret_file",
     "threads",
     "isa",
     "mmap",
@@ -120,6 +139,29 @@ LIMIT_OPTIONS = with_options(
         "where more would not make answers faster.",
     ),
     DEVICE_OPTION,
+    _machine(
+        "--tensor-parallel-size",
+        "-tp",
+        type=CountType(),
+        default=1,
+        help="Number of processes that compute the model together on CPUs, each a part of every layer: one for each "
+        "socket of a machine. --threads is then for each process. Answers are bit for bit the same for any number.",
+    ),
+    nodes_section(
+        "--nnodes",
+        type=CountType(),
+        default=1,
+        help="Number of machines among which the processes of --tensor-parallel-size are divided evenly. This one is "
+        "node 0; each other one runs `engine worker` with the same engine file.",
+    ),
+    nodes_section(
+        "--master-addr",
+        metavar="HOST",
+        show_default="none; --nnodes needs it",
+        help="Address of this machine to listen on, by which the others reach it.",
+    ),
+    MASTER_PORT_OPTION,
+    SECRET_FILE_OPTION,
     THREADS_OPTION,
     ISA_OPTION,
     MMAP_OPTION,

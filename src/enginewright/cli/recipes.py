@@ -24,6 +24,7 @@ NOT_IN_RECIPES = (
     "builder_id",
     "dump_graphs",
     "dry_run",
+    "tensor_parallel_size",
     "json",
     "list_models",
 )  # options that belong to one run of the command
