@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from enginewright.plan import BufferOperand, KernelCall, WeightOperand
 from enginewright.runtime.cache.cache import Cache
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.cpu.weight_parts import part_of_weight
 from enginewright.runtime.device.memory_plan import sequence_bytes
+from enginewright.runtime.device.ranks.executor import RankedExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.step.inputs import StepInputs
 from enginewright.runtime.step.packer import Packer
@@ -208,13 +210,15 @@ class ProfileReport:
         }
 
 
-def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -> ProfileReport:
+def run_profile(path: Path, config: ProfileConfig, threads: int | None = None, ranks: int = 1) -> ProfileReport:
     """Profiles an engine on this machine.
 
     Args:
         path: engine file.
         config: options.
         threads: threads of the executor; None is the default.
+        ranks: number of processes that compute the model together; kernels are those of the first one, and exchanges
+            are among them.
 
     Raises:
         UsageError: a step does not fit the engine.
@@ -222,7 +226,8 @@ def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -
     """
     facts = machine_facts()
     with Engine.open(path) as engine:
-        executor = CpuExecutor(engine, _limits(engine, config, threads))
+        limits = replace(_limits(engine, config, threads), tensor_parallel_size=ranks)
+        executor = RankedExecutor(engine, limits) if ranks > 1 else CpuExecutor(engine, limits)
         weights = [engine.file.section(name) for name in engine.file.sections if name.startswith(WEIGHTS)]
         counts, fresh = sorted({1, executor.threads}), [read_buffer()]
         fresh_rooflines = [measure_roofline(executor.isa, count, fresh) for count in counts]
@@ -246,7 +251,9 @@ def run_profile(path: Path, config: ProfileConfig, threads: int | None = None) -
             "content_hash": engine.manifest.content_hash,
             "isa": executor.isa,
             "threads": executor.threads,
+            "ranks": ranks,
         }
+        executor.close()
     return ProfileReport(config, about, facts, rooflines, fresh_rooflines, [_middle(results) for results in rounds])
 
 
@@ -346,8 +353,10 @@ def _kernel(call: KernelCall, engine: Engine, roofline: Roofline, seconds: float
 def _shape(call: KernelCall, engine: Engine) -> str:
     """Makes the text that tells kernels of one name apart: weight's rows x columns, heads, or widest operand."""
     operands = call.operands.values()
-    forms = [engine.weight(operand.name)[1] for operand in operands if isinstance(operand, WeightOperand)]
-    matrix = max((form.shape for form in forms if form.shape is not None and len(form.shape) == 2), default=None)
+    weights = [operand for operand in operands if isinstance(operand, WeightOperand)]
+    forms = [(engine.weight(weight.name)[1], weight) for weight in weights]
+    matrices = [part_of_weight(form, weight) for form, weight in forms if form.shape and len(form.shape) == 2]
+    matrix = max((part.shape[1:] for part in matrices), default=None)
     if matrix is not None:
         gated = str(call.attributes.get("epilogue", "none"))
         return f"{matrix[0]} x {matrix[1]}" + ("" if gated == "none" else f" {gated}")
