@@ -63,16 +63,6 @@ class Cut(NamedTuple):
         first, count = units_of_rank(self.columns // self.unit, rank, size)
         return self.begin + first * self.unit, max(count, 1) * self.unit
 
-    def within(self, operand: BufferOperand, rank: int, size: int) -> BufferOperand:
-        """The columns of an operand that a rank computes.
-
-        Args:
-            operand: operand whose columns are cut.
-            rank: the rank.
-            size: number of ranks.
-        """
-        return BufferOperand(operand.index, *self.part(rank, size))
-
     def at(self, begin: int) -> "Cut":
         """The same cut of columns that begin elsewhere."""
         return self._replace(begin=begin)

@@ -1,6 +1,6 @@
 """Any number of ranks computes the bits of one: every block, number format, cache and instruction set."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.ranks.shares import rank_shares
 from enginewright.runtime.engine import Engine
-from tests.helpers.ranks import RanksInThreads
+from tests.helpers.ranks import RanksInThreads, RanksOverSockets
 from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
 
 LENGTHS = (1, 2, 33, 61, 290)  # longer than windows, a KV block, and a split of attention
@@ -83,7 +83,13 @@ def built(path: Path, family: str, changes: Mapping[str, Any], method: str = "bf
     return path
 
 
-def check(path: Path, *sizes: int, isa: str | None = None, threads: int = 1) -> float:
+def check(
+    path: Path,
+    *sizes: int,
+    isa: str | None = None,
+    threads: int = 1,
+    ranks_of: Callable[[Engine, RuntimeConfig], RanksInThreads] = RanksInThreads,
+) -> float:
     """Checks that ranks compute the bits of one process.
 
     Args:
@@ -91,6 +97,7 @@ def check(path: Path, *sizes: int, isa: str | None = None, threads: int = 1) -> 
         sizes: numbers of ranks.
         isa: instruction set.
         threads: threads of each rank.
+        ranks_of: opens the ranks.
 
     Returns:
         The largest share of the weights' bytes that a rank reads, with the first number of ranks.
@@ -101,7 +108,7 @@ def check(path: Path, *sizes: int, isa: str | None = None, threads: int = 1) -> 
         texts = [random.integers(0, engine.plan.vocab_size, length).tolist() for length in LENGTHS]
         expected = score(CpuExecutor(engine, RuntimeConfig(**limits)), texts)
         for size in sizes:
-            ranks = RanksInThreads(engine, RuntimeConfig(**limits, tensor_parallel_size=size))
+            ranks = ranks_of(engine, RuntimeConfig(**limits, tensor_parallel_size=size))
             for length, one, several in zip(LENGTHS, expected, score(ranks, texts), strict=True):
                 assert np.array_equal(one, several), f"{length} tokens, {size} ranks"
             assert any(call.kernel == ALL_GATHER for call in ranks.plan.calls)
@@ -148,6 +155,12 @@ def test_formats_of_kv_caches(kv: str, tmp_path: Path) -> None:
 def test_instruction_sets_and_threads(isa: str, tmp_path: Path) -> None:
     family, changes, _ = CUT["gated delta"]
     check(built(tmp_path / "tiny.engine", family, changes, "int4-rtn"), 2, isa=isa, threads=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "sinks and experts"])
+def test_sockets(name: str, tmp_path: Path) -> None:
+    family, changes, _ = CUT[name]
+    check(built(tmp_path / "tiny.engine", family, changes), 2, 3, ranks_of=RanksOverSockets)
 
 
 def test_more_ranks_than_heads(tmp_path: Path) -> None:
