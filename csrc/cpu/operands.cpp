@@ -4,8 +4,14 @@
 
 namespace enginewright {
 
-void require(bool holds, const std::string& sentence) {
-  if (!holds) throw std::invalid_argument(sentence);
+namespace {
+
+std::string quoted(std::string_view name) { return "'" + std::string(name) + "'"; }
+
+}  // namespace
+
+void require(bool holds, std::string_view sentence) {
+  if (!holds) throw std::invalid_argument(std::string(sentence));
 }
 
 const char* name_of(DType dtype) { return facts_of(dtype).name; }
@@ -16,57 +22,57 @@ int64_t bytes_of(DType dtype, int64_t elements) { return elements * facts_of(dty
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-const Operand& operand(const Operands& operands, const std::string& name) {
-  const auto found = operands.find(name);
-  require(found != operands.end(), "the operand '" + name + "' is missing");
+const Operand& operand(const Operands& operands, std::string_view name) {
+  const auto found = operands.find(std::string(name));
+  require(found != operands.end(), "the operand " + quoted(name) + " is missing");
   return found->second;
 }
 
-const Operand& matrix(const Operands& operands, const std::string& name, DType dtype) {
+const Operand& matrix(const Operands& operands, std::string_view name, DType dtype) {
   const Operand& m = operand(operands, name);
   require(m.kind != Operand::Kind::cache && m.kind != Operand::Kind::state,
-          "'" + name + "' must be a matrix, not a part of a cache");
-  require(m.dtype == dtype, "'" + name + "' must be " + name_of(dtype) + ", not " + name_of(m.dtype));
-  require(m.layout == Layout::plain && m.matrices == 1, "'" + name + "' must be one matrix of plain layout");
+          quoted(name) + " must be a matrix, not a part of a cache");
+  require(m.dtype == dtype, quoted(name) + " must be " + name_of(dtype) + ", not " + name_of(m.dtype));
+  require(m.layout == Layout::plain && m.matrices == 1, quoted(name) + " must be one matrix of plain layout");
   return m;
 }
 
-const Operand& float_matrix(const Operands& operands, const std::string& name) {
+const Operand& float_matrix(const Operands& operands, std::string_view name) {
   const Operand& m = operand(operands, name);
   return matrix(operands, name, m.dtype == DType::bf16 ? DType::bf16 : DType::f32);
 }
 
-const Operand& vector_weight(const Operands& operands, const std::string& name, int64_t columns) {
+const Operand& vector_weight(const Operands& operands, std::string_view name, int64_t columns) {
   const Operand& m = matrix(operands, name, DType::f32);
-  require(m.kind == Operand::Kind::weight, "'" + name + "' must be a weight");
-  require(m.max_rows == 1, "'" + name + "' must have one row, not " + std::to_string(m.max_rows));
+  require(m.kind == Operand::Kind::weight, quoted(name) + " must be a weight");
+  require(m.max_rows == 1, quoted(name) + " must have one row, not " + std::to_string(m.max_rows));
   require_columns(m, columns);
   return m;
 }
 
-const Operand& step_input(const Operands& operands, const std::string& name) {
+const Operand& step_input(const Operands& operands, std::string_view name) {
   const Operand& m = matrix(operands, name, DType::i32);
-  require(m.kind == Operand::Kind::step, "'" + name + "' must be an input of the step");
+  require(m.kind == Operand::Kind::step, quoted(name) + " must be an input of the step");
   return m;
 }
 
-Adapters* adapters_of(const Operands& operands, const std::string& name) {
+Adapters* adapters_of(const Operands& operands, std::string_view name) {
   const Operand& found = operand(operands, name);
-  require(found.kind == Operand::Kind::adapters, "'" + name + "' must be adapters");
+  require(found.kind == Operand::Kind::adapters, quoted(name) + " must be adapters");
   return found.adapters;
 }
 
-const CachePlane& cache_plane(const Operands& operands, const std::string& name) {
+const CachePlane& cache_plane(const Operands& operands, std::string_view name) {
   const Operand& m = operand(operands, name);
-  require(m.kind == Operand::Kind::cache, "'" + name + "' must be a plane of a cache");
+  require(m.kind == Operand::Kind::cache, quoted(name) + " must be a plane of a cache");
   return m.plane;
 }
 
-const StateTensor& state_tensor(const Operands& operands, const std::string& name, int64_t elements) {
+const StateTensor& state_tensor(const Operands& operands, std::string_view name, int64_t elements) {
   const Operand& m = operand(operands, name);
-  require(m.kind == Operand::Kind::state, "'" + name + "' must be a tensor of a recurrent state");
+  require(m.kind == Operand::Kind::state, quoted(name) + " must be a tensor of a recurrent state");
   require(m.dtype == DType::f32 && m.state.elements == elements,
-          "'" + name + "' must have " + std::to_string(elements) + " f32 a sequence, not " +
+          quoted(name) + " must have " + std::to_string(elements) + " f32 a sequence, not " +
               std::to_string(m.state.elements) + " " + name_of(m.dtype));
   return m.state;
 }
@@ -102,11 +108,11 @@ Work touched(std::initializer_list<const Operand*> operands, const Sizes& sizes)
 
 namespace {
 
-void require_among(const std::string& name, std::initializer_list<const char*> names, const char* what) {
+void require_among(std::string_view name, std::initializer_list<const char*> names, const char* what) {
   for (const char* known : names) {
     if (name == known) return;
   }
-  throw std::invalid_argument("there is no " + std::string(what) + " '" + name + "'");
+  throw std::invalid_argument("there is no " + std::string(what) + " " + quoted(name));
 }
 
 }  // namespace
@@ -120,36 +126,36 @@ void require_known(const Operands& operands, const Attributes& attributes,
 
 namespace {
 
-const Attribute& attribute(const Attributes& attributes, const std::string& name) {
-  const auto found = attributes.find(name);
-  require(found != attributes.end(), "the attribute '" + name + "' is missing");
+const Attribute& attribute(const Attributes& attributes, std::string_view name) {
+  const auto found = attributes.find(std::string(name));
+  require(found != attributes.end(), "the attribute " + quoted(name) + " is missing");
   return found->second;
 }
 
 }  // namespace
 
-double number(const Attributes& attributes, const std::string& name) {
+double number(const Attributes& attributes, std::string_view name) {
   const Attribute& value = attribute(attributes, name);
-  require(!std::holds_alternative<std::string>(value), "the attribute '" + name + "' must be a number");
+  require(!std::holds_alternative<std::string>(value), "the attribute " + quoted(name) + " must be a number");
   const double result = std::holds_alternative<double>(value) ? std::get<double>(value)
                                                               : static_cast<double>(std::get<int64_t>(value));
-  require(std::isfinite(result), "the attribute '" + name + "' must be finite");
+  require(std::isfinite(result), "the attribute " + quoted(name) + " must be finite");
   return result;
 }
 
-int64_t integer(const Attributes& attributes, const std::string& name, int64_t low, int64_t high) {
+int64_t integer(const Attributes& attributes, std::string_view name, int64_t low, int64_t high) {
   const Attribute& value = attribute(attributes, name);
-  require(std::holds_alternative<int64_t>(value), "the attribute '" + name + "' must be an integer");
+  require(std::holds_alternative<int64_t>(value), "the attribute " + quoted(name) + " must be an integer");
   const int64_t result = std::get<int64_t>(value);
-  require(low <= result && result <= high, "the attribute '" + name + "' must be in " + std::to_string(low) +
-                                               " … " + std::to_string(high) + ", not " +
+  require(low <= result && result <= high, "the attribute " + quoted(name) + " must be in " +
+                                               std::to_string(low) + " … " + std::to_string(high) + ", not " +
                                                std::to_string(result));
   return result;
 }
 
-std::string text(const Attributes& attributes, const std::string& name) {
+std::string text(const Attributes& attributes, std::string_view name) {
   const Attribute& value = attribute(attributes, name);
-  require(std::holds_alternative<std::string>(value), "the attribute '" + name + "' must be text");
+  require(std::holds_alternative<std::string>(value), "the attribute " + quoted(name) + " must be text");
   return std::get<std::string>(value);
 }
 

@@ -1,4 +1,9 @@
 // Sampling as Python sees it: `sample`, the dtypes of its arguments, and `_cpu.philox4x32`.
+// What is here runs once a step; sampling.cpp computes. For speed it would be half as large again.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("Os")
+#endif
+
 #include "sampling_binding.h"
 
 #include <pybind11/stl.h>
