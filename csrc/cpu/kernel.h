@@ -105,6 +105,15 @@ struct StateTensor {
 // their columns depend on the step (block tables) `columns` and `stride` are those at the limits, and only
 // the step's own columns hold values.
 struct Operand {
+  // In operands.cpp: a copy is some hundred bytes of code, and each kernel keeps several, in six instruction
+  // sets.
+  Operand();
+  Operand(const Operand&);
+  Operand(Operand&&) noexcept;
+  Operand& operator=(const Operand&);
+  Operand& operator=(Operand&&) noexcept;
+  ~Operand();
+
   std::byte* data = nullptr;
   DType dtype = DType::f32;
   Layout layout = Layout::plain;

@@ -1,9 +1,8 @@
 // The Python module enginewright._cpu (types: src/enginewright/_cpu.pyi).
 
-// What is here runs once a step at most. For speed it would be half as large again: 140 KB.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("Os")
-#endif
+// clang-format off
+#include "for_size.h"  // before all others
+// clang-format on
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

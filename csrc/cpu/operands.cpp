@@ -1,3 +1,7 @@
+// clang-format off
+#include "for_size.h"  // before all others
+// clang-format on
+
 #include "operands.h"
 
 #include <cmath>
@@ -9,6 +13,13 @@ namespace {
 std::string quoted(std::string_view name) { return "'" + std::string(name) + "'"; }
 
 }  // namespace
+
+Operand::Operand() = default;
+Operand::Operand(const Operand&) = default;
+Operand::Operand(Operand&&) noexcept = default;
+Operand& Operand::operator=(const Operand&) = default;
+Operand& Operand::operator=(Operand&&) noexcept = default;
+Operand::~Operand() = default;
 
 void require(bool holds, std::string_view sentence) {
   if (!holds) throw std::invalid_argument(std::string(sentence));

@@ -1,8 +1,7 @@
 // Sampling as Python sees it: `sample`, the dtypes of its arguments, and `_cpu.philox4x32`.
-// What is here runs once a step; sampling.cpp computes. For speed it would be half as large again.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("Os")
-#endif
+// clang-format off
+#include "for_size.h"  // before all others
+// clang-format on
 
 #include "sampling_binding.h"
 

@@ -1,3 +1,7 @@
+// clang-format off
+#include "for_size.h"  // before all others
+// clang-format on
+
 #include "step_checks.h"
 
 #include <algorithm>
