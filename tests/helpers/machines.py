@@ -13,6 +13,11 @@ from typing import Any
 from tests.helpers.serving import free_port, wait_until
 
 RANK_PROCESS = "enginewright.runtime.device.ranks.worker"
+# In the environment of all ranks of this process and of those that it starts, since other tests run meanwhile: a path
+# of modules, which processes pass on.
+MARK = f"/ranks-of-process-{os.getpid()}"
+sys.path.append(MARK)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), MARK)))
 TINY: Mapping[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory": 16 << 20, "threads": 1}
 
 
@@ -29,14 +34,17 @@ def rank_processes(parent: int | None = None) -> list[int]:
 
 
 def all_ranks() -> set[int]:
-    """All processes of ranks on this machine that run."""
+    """All processes of ranks that run and come from this process, also if what has started them has ended."""
     return {int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal() and is_rank(int(one.name))}
 
 
 def is_rank(pid: int) -> bool:
-    """True if a process is that of a rank, and has not ended."""
+    """True if a process is that of a rank, comes from this process, and has not ended."""
+    process = Path(f"/proc/{pid}")
     try:
-        return RANK_PROCESS.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and state_of(pid) != "Z"
+        if RANK_PROCESS.encode() not in (process / "cmdline").read_bytes() or state_of(pid) == "Z":
+            return False
+        return MARK.encode() in (process / "environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -103,7 +103,10 @@ def ask(port: int, number: int, model: str, max_tokens: int) -> str:
         return "whole" if json.loads(data)["choices"][0]["finish_reason"] == "length" else "not whole"
     events = data.decode().split("\n\n")
     if events[-2:] == ["data: [DONE]", ""]:
-        return "stream" if '"finish_reason":"length"' in data.decode() else "not whole"
+        reasons = set(re.findall(r'"finish_reason":("\w+"|null)', data.decode()))
+        if reasons == {"null"}:
+            return "cut, then [DONE]"  # a client sees that there is no reason
+        return "stream" if '"length"' in reasons else "not whole"
     last = json.loads(events[-2].removeprefix("data: ")) if len(events) > 1 else {}
     return f"cut: {last['error']['code']}" if events[-1] == "" and "error" in last else "cut without an error"
 
