@@ -9,7 +9,8 @@ the cost model predicts (docs/devices.md):
 
     step of one process × ranks × largest share of the weights + exchanges × latency + bytes received / rate
 
-Latency and rate are measured first, by an executor that only exchanges.
+Weights are those of which a step reads all: not embeddings, of which it reads a row for each token. Latency and rate
+are measured first, by an executor that only exchanges.
 """
 
 import argparse
@@ -19,14 +20,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.plan import Plan, WeightOperand
+from enginewright.rank_plan import plan_of_rank
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core.engine_core import EngineCore
+from enginewright.runtime.device.cpu.weight_parts import part_of_weight
 from enginewright.runtime.device.ranks.executor import RankedExecutor
+from enginewright.runtime.device.ranks.member import weight_columns
 from enginewright.runtime.device.ranks.shares import RankShare, rank_shares
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
@@ -124,20 +130,37 @@ def exchange_s(ranks: int, columns: int) -> float:
     return min(times)
 
 
-def predicted(shares: list[RankShare], weights: int, latency: float, rate: float) -> Callable[[float, int, int], float]:
+def step_bytes(engine: Engine, plan: Plan) -> int:
+    """Bytes of the weights that each step reads.
+
+    Args:
+        engine: the engine.
+        plan: its plan, or that of a rank.
+    """
+    ranges = {
+        (operand.name, *one)
+        for call in plan.calls
+        for operand in call.operands.values()
+        if isinstance(operand, WeightOperand) and not call.kernel.startswith("embed_")
+        for one in part_of_weight(engine.weight(operand.name)[1], operand).ranges
+    }
+    return sum(end - begin for _, begin, end in ranges)
+
+
+def predicted(shares: list[RankShare], share: float, latency: float, rate: float) -> Callable[[float, int, int], float]:
     """The cost model.
 
     Args:
         shares: part of each rank.
-        weights: bytes of all weights.
+        share: largest share of the weights that a rank reads in a step.
         latency: seconds of an exchange of few bytes.
         rate: bytes that a rank receives in a second.
 
     Returns:
         A function of the seconds of a step of one process, its tokens, and its rows of logits.
     """
-    largest = max(share.weight_bytes for share in shares) / weights * len(shares)
-    received = max(share.received_bytes_per_token for share in shares)
+    largest = share * len(shares)
+    received = max(one.received_bytes_per_token for one in shares)
     exchanges, logits = shares[0].exchanges, shares[0].received_bytes_per_logits
 
     def step(one: float, tokens: int, rows: int) -> float:
@@ -165,7 +188,10 @@ def main() -> None:
         build_engine(open_checkpoint(str(arguments.checkpoint)), config, path)
         with Engine.open(path) as engine:
             shares = rank_shares(engine.plan, lambda name: engine.weight(name)[1], ranks)
-            model = predicted(shares, engine.weight_bytes, small, rate)
+            width = partial(weight_columns, engine)
+            plans = [plan_of_rank(engine.plan, rank, ranks, width) for rank in range(ranks)]
+            share = max(step_bytes(engine, plan) for plan in plans) / step_bytes(engine, engine.plan)
+            model = predicted(shares, share, small, rate)
             for batch in arguments.batch:
                 rounds = [
                     [
