@@ -80,7 +80,7 @@ class WorkerNode:
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """The output so far."""
         return self._log.read_text()
 
     @property

@@ -310,7 +310,7 @@ def test_nothing_is_left_after_close(group: tuple[dict[str, Any], list[WorkerNod
 
 
 def settled(node: WorkerNode) -> dict[str, int]:
-    """What a worker holds once it waits for the next engine."""
+    """Descriptors and threads of a worker once it waits for the next engine."""
     wait_until(lambda: not node.ranks and node.log.rstrip().rpartition("\n")[2].startswith("waiting for"), 20)
     return held(node.process.pid)
 
@@ -400,7 +400,7 @@ def test_several_machines_are_for_one_engine(tmp_path: Path) -> None:
 def test_limits_that_do_not_go_with_ranks(
     limits: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are refused before a process is started."""
+    """Bad limits are refused before a process is started."""
     (tmp_path / "SECRET").write_text("5" * 32)
     monkeypatch.chdir(tmp_path)
 
@@ -439,7 +439,7 @@ def test_more_ranks_than_heads(tmp_path: Path, expected: list[int]) -> None:
 
 
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
-    """It reaches the process group of the command, and ranks are in others: they end with the command."""
+    """Ctrl-C reaches the process group of the command, and ranks are in others: they end with the command."""
     before = all_ranks()
     command = (
         "generate",

@@ -107,7 +107,7 @@ def test_ranks_are_divided_among_memory_nodes(tmp_path: Path, monkeypatch: pytes
 
 
 def test_shares_add_up() -> None:
-    """What ranks read in parts is the whole, and exchanges fit the memory that is made for them."""
+    """Parts of ranks add up to the whole, and exchanges fit the memory that is made for them."""
     with Engine.open(built_tiny("llama")) as engine:
         shares = rank_shares(engine.plan, lambda name: engine.weight(name)[1], 3)
         assert sum(share.kv_bytes_per_token for share in shares) == engine.plan.kv_bytes_per_token()
@@ -125,7 +125,7 @@ def test_a_plan_of_one_rank_is_the_plan() -> None:
 
 
 def test_a_cache_that_another_kernel_reads_is_whole() -> None:
-    """What cannot be cut by heads keeps its cache whole, and so does all that touches the cache."""
+    """A kernel that cannot be cut by heads keeps its cache whole, and so all that touches the cache."""
     with Engine.open(built_tiny("llama")) as engine:
         first = next(call for call in engine.plan.calls if call.kernel == "paged_attention@1")
         others = (replace(call, kernel="other@1") if call is first else call for call in engine.plan.calls)
