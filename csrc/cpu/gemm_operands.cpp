@@ -1,7 +1,3 @@
-// clang-format off
-#include "for_size.h"  // before all others
-// clang-format on
-
 #include "gemm_operands.h"
 
 #include <cmath>
