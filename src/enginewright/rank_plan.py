@@ -152,7 +152,7 @@ Piece = Cut | tuple[int, int]  # a cut, or columns that each rank computes: the 
 
 
 class Heads(NamedTuple):
-    """How a kernel is cut by heads."""
+    """The rule by which a kernel is cut by heads."""
 
     groups: str  # attribute with the number of groups of heads that share keys; "": each head is a group
     of_head: tuple[str, ...]  # roles of operands with columns for each head

@@ -1,4 +1,4 @@
-"""What an executor knows of the processes that compute its model together."""
+"""The processes that compute a model together, as the executor of one of them sees them."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What each rank of an engine reads, keeps and exchanges, computed from the plans, before any process is started."""
+"""The part of each rank of an engine: bytes that it reads, keeps and exchanges, computed from plans alone."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
