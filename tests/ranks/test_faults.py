@@ -135,10 +135,16 @@ def test_a_rank_that_is_stopped_while_the_engine_is_idle(group: tuple[dict[str, 
 
 
 def test_a_rank_that_is_killed_at_the_start(
-    group: tuple[dict[str, Any], list[WorkerNode]], expected: list[int]
+    group: tuple[dict[str, Any], list[WorkerNode]], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rank 0 waits for the others until it knows of the end, however fast they were ready."""
     limits, nodes = group
     killed: list[int] = []
+    wait_until_ready = group_module.RankGroup.wait_until_ready
+
+    def wait_for_the_end(self: group_module.RankGroup) -> None:
+        wait_until(lambda: self._watch.failure is not None, NOTICED_S)
+        wait_until_ready(self)
 
     def kill() -> None:
         wait_until(lambda: len(pids_of_ranks(nodes)) == limits["tensor_parallel_size"] - 1, 30)
@@ -147,7 +153,8 @@ def test_a_rank_that_is_killed_at_the_start(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(EngineError) as caught:
+    with monkeypatch.context() as patch, pytest.raises(EngineError) as caught:
+        patch.setattr(group_module.RankGroup, "wait_until_ready", wait_for_the_end)
         LLM(tiny_engine(), **limits)
     killer.join()
     assert "rank 2" in str(caught.value) and f"process {killed[0]} was ended by signal SIGKILL" in str(caught.value)
