@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ def rank_processes(parent: int | None = None) -> list[int]:
     """
     children: list[int] = []
     for task in Path(f"/proc/{parent or os.getpid()}/task").iterdir():
-        children += map(int, (task / "children").read_text().split())
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            children += map(int, (task / "children").read_text().split())
     return sorted((pid for pid in children if is_rank(pid)), key=_started)
 
 
@@ -55,6 +56,7 @@ def state_of(pid: int) -> str:
 
 
 def _started(pid: int) -> int:
+    """Time at which a process was started, also of one that has ended meanwhile and that nobody has waited for."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
