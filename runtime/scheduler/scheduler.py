@@ -8,6 +8,9 @@ One step may be planned ahead, before the step before it is committed. It comput
 samples. Everything but the token ids is known when it is planned: the blocks that the tokens need, and whether a
 sequence ends by its length. A sequence that ends for another reason has computed one token in vain. Blocks may be
 reused at once, since steps execute in the order in which they are planned.
+
+Where a model has stages, several steps are under way at a time. A step then has no sequence that waits for a token of
+another one, and only its share of the work, so that the other steps have some, too.
 """
 
 from bisect import insort
@@ -55,6 +58,7 @@ class Scheduler:
         cost: gives the cost of a prompt token at a position.
         goal: maximum time of a step in which `chunk` is a bound; None: no such time is given.
         adapters: slots for the adapters of sequences; None: no sequence has one.
+        num_under_way: number of steps that stages of the model compute at a time.
         whole_texts: true if a prompt has to be computed in a single step (Plan.whole_texts).
         clock: gives the time in seconds, by which the priority of waiting sequences ages and hints expire.
     """
@@ -70,10 +74,12 @@ class Scheduler:
         cost: Callable[[int], float] = lambda position: 1.0,
         goal: StepGoal | None = None,
         adapters: AdapterSlots | None = None,
+        num_under_way: int = 1,
         whole_texts: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._limits = limits
+        self._num_under_way = num_under_way
         self._cache = Cache(groups, num_blocks, limits.tokens, limits.sequences, clock)
         self._prefixes = SharedPrefixes(self._cache, enabled=prefix_caching)
         self._events: CacheEvents | None = None
@@ -458,20 +464,25 @@ class Scheduler:
         growing: list[ScheduledTokens] = []  # those whose block tables may have to grow
         verifying: list[ScheduledTokens] = []
         reading, stride = [], self._cache.stride
-        spare = min(self._limits.tokens, self._limits.logit_rows) - len(
-            self._running
-        )  # for draft tokens, since every running sequence may decode
+        # Each of the steps under way has its share of the sequences and of the limits.
+        share, max_tokens, max_rows = (
+            -(-whole // self._num_under_way)
+            for whole in (len(self._running), self._limits.tokens, self._limits.logit_rows)
+        )
+        spare = min(max_tokens, max_rows) - share  # for draft tokens, since every sequence of the step may decode
         for sequence in self._running:
             state = sequence.state
-            if state.deferred:
+            if state.deferred or (self._num_under_way > 1 and sequence.num_in_flight_tokens):
                 continue
             first, length = state.num_computed_tokens, state.num_tokens
             again = length - first - 1 if state.recomputing else 0
             if length - first > 1 and not (0 < again <= spare):
                 state.draft_tokens = []
                 reading.append(sequence)
-            elif length > first and not (
-                (length >= sequence.max_tokens or state.draft_tokens) and length > len(sequence.token_ids)
+            elif (
+                length > first
+                and len(scheduled) + len(verifying) < share
+                and not ((length >= sequence.max_tokens or state.draft_tokens) and length > len(sequence.token_ids))
             ):
                 # A decode needs a block where its token is the first of one. The sequence that is preempted for it
                 # comes later in this list, or it is the last one and is itself preempted.
@@ -489,7 +500,8 @@ class Scheduler:
         num_decodes = len(scheduled)
         scheduled += verifying
         taken = num_decodes + sum(one.num_tokens for one in verifying)  # each also has a row of logits
-        tokens, rows = self._limits.tokens - taken, self._limits.logit_rows - taken
+        # A prompt advances in every step. Without stages it always has a token, since it does not decode.
+        tokens, rows = max(max_tokens - taken, 1), max(max_rows - taken, 1)
         keeps_pace = any(one.sequence.state.effective_priority < BEST_EFFORT for one in scheduled)
         scheduled += self._chunks.cut(reading, tokens, rows, others=scheduled, keeps_pace=keeps_pace)
         return self._plan(scheduled, num_decodes, growing + scheduled[num_decodes:]) if scheduled else None
@@ -530,7 +542,8 @@ class Scheduler:
             self._prefixes.tag(one.sequence, min(one.end, len(one.sequence.token_ids)))
         inputs = StepInputs(sizes, arrays, copies, new_blocks)
         plan = StepPlan(inputs, tuple(scheduled), num_decodes, rows, tuple(ending))
-        self._last = plan if num_decodes == len(self._running) == len(rows.sequences) else None
+        repeats = self._num_under_way == 1 and num_decodes == len(self._running) == len(rows.sequences)
+        self._last = plan if repeats else None
         return plan
 
     def _extend(self, scheduled: Sequence[ScheduledTokens]) -> tuple[tuple[list[int], ...], tuple[Copies, ...]]:

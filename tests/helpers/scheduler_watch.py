@@ -82,6 +82,7 @@ class Watch:
 
     poisoned: sequences all of whose logits are NaN; nobody may read what they have written. draw: samples the next
     token of a sequence with these tokens. ahead: steps that may be planned and not committed when another is planned.
+    stages: more than one if these steps have different sequences, and each of them its share.
     defers: there are beams or deferred sequences, so that a sequence may stand still.
     """
 
@@ -94,10 +95,11 @@ class Watch:
         prefix_caching: bool = False,
         chunk: int | None = None,
         ahead: int = 0,
+        stages: int = 1,
     ) -> None:
         self.now = 0.0  # by the scheduler's clock
         self.draw: Callable[[Sequence[int]], int] = lambda _: 3
-        self.ahead = ahead
+        self.ahead, self.stages = ahead, stages
         self.under_way: deque[tuple[StepPlan, list[list[SampledToken]], list[int]]] = deque()
         self.tokens: dict[TokenSequence, list[int]] = {}  # the prompt, and all tokens sampled after it
         self.groups, self.limits, self.num_blocks = tuple(groups), limits, tuple(num_blocks)
@@ -109,6 +111,7 @@ class Watch:
             prefix_caching=prefix_caching,
             chunk=chunk,
             cost=cost_at,
+            num_under_way=stages,
             clock=lambda: self.now,
         )
         self.pools = [
@@ -155,12 +158,17 @@ class Watch:
             oldest = None  # it ends with the step before
         if oldest is not None and oldest.state.draft_tokens and oldest.num_in_flight_tokens:
             oldest = None  # it waits for that step
+        if oldest is not None and self.stages > 1 and oldest.num_in_flight_tokens:
+            oldest = None  # the same
         computing_again = {sequence for sequence in self.alive if sequence.state.recomputing}
+        before = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
         if plan is None:
             assert oldest is None, "a sequence was left behind"
             assert self.under_way or self.deferred or not self.alive, "all sequences were left behind"
             return None
+        if self.stages > 1:
+            self._check_share(plan, self.scheduler.num_running + self.scheduler.num_preemptions - before)
         self.num_steps += 1
         self.num_computed += plan.inputs.sizes.tokens
         late = [sequence for sequence, bound in self.alive.items() if self.num_steps > bound]
@@ -211,6 +219,15 @@ class Watch:
             beam = plan.rows.other[row].sequence
             self.searched[beam] = self._sample(beam)
         return plan
+
+    def _check_share(self, plan: StepPlan, num_running: int) -> None:
+        """Checks that a step of several under way leaves something for the others, and knows all of its tokens."""
+        tokens, _, rows = plan.inputs.sizes.counts[:3]
+        num_prompts = 1  # one more than the share, so that a prompt advances
+        assert tokens <= -(-self.limits.tokens // self.stages) + num_prompts
+        assert rows <= -(-self.limits.logit_rows // self.stages) + num_prompts
+        assert plan.num_decodes <= -(-num_running // self.stages)
+        assert min(plan.inputs.arrays["tokens"]) >= 0, "a stage cannot wait for the last one"
 
     def defer(self, sequences: Sequence[TokenSequence]) -> None:
         """Takes sequences out of the newest step, as if the masks of their grammars were late."""
