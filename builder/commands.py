@@ -22,6 +22,7 @@ from enginewright.builder.rebuild import rebuild, source_model
 from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.output_file import require_writable
+from enginewright.rank_layout import ONE_RANK, RankLayout
 from enginewright.runtime.engine import Engine
 from enginewright.targets import CPU, platforms_of
 
@@ -34,7 +35,7 @@ def build_model(
     adapters: Sequence[str] = (),
     draft: str | None,
     dry_run: bool,
-    ranks: int = 1,
+    layout: RankLayout = ONE_RANK,
     requires_kv_dtype: bool,
 ) -> BuildReport | Forecast:
     """Builds an engine from a checkpoint, and shows the progress on stderr.
@@ -46,7 +47,7 @@ def build_model(
         adapters: Folders of adapters to merge into the model, in the form of --merge.
         draft: The source of draft tokens, in the form of --draft. None: no draft tokens.
         dry_run: Computes a forecast of the build; nothing is downloaded or written.
-        ranks: Number of processes that are to compute the model together, for the forecast.
+        layout: Arrangement of the processes that are to compute the model together, for the forecast.
         requires_kv_dtype: Refuses a model that cannot have the KV cache's dtype in `config`. False: such a model gets
             bf16, and the report says so.
 
@@ -56,9 +57,10 @@ def build_model(
         EngineError: The checkpoint cannot be read, or the engine cannot be written.
         QualityGateError: The engine is too far from its source.
     """
-    if ranks > 1 and not dry_run:
+    if layout.size > 1 and not dry_run:
+        option = "--tensor-parallel-size" if layout.tensor > 1 else "--pipeline-parallel-size"
         why = "an engine is cut when it is loaded, for any number of processes"
-        raise UsageError("--tensor-parallel-size is for --dry-run", why, "Leave it out, and give it to engine run.")
+        raise UsageError(f"{option} is for --dry-run", why, "Leave it out, and give it to engine run.")
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_merged(open_checkpoint(model, only_cached=dry_run, check_config=check_config), adapters)
@@ -68,7 +70,7 @@ def build_model(
             config = with_possible_kv(config, checkpoint.config, *([source[1].config] if source else []))
         path = output or default_output(checkpoint, config)
         if dry_run:
-            return forecast(checkpoint, config, path, progress, opened_draft, ranks)
+            return forecast(checkpoint, config, path, progress, opened_draft, layout)
         return build_engine(checkpoint, config, path, progress, opened_draft)
 
 

@@ -30,6 +30,7 @@ from enginewright.passes.quant import W8A8
 from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.method import Calibration
+from enginewright.rank_layout import ONE_RANK, RankLayout
 from enginewright.runtime.device.machine import free_memory
 from enginewright.runtime.device.ranks.shares import check_ranks, rank_shares
 from enginewright.runtime.step.dims import StepCounter
@@ -76,7 +77,7 @@ def forecast(
     output: Path,
     progress: Progress,
     draft: Draft | None = None,
-    ranks: int = 1,
+    layout: RankLayout = ONE_RANK,
 ) -> Forecast:
     """Predicts the result of `build_engine` with the same arguments.
 
@@ -86,7 +87,7 @@ def forecast(
         output: the engine file.
         progress: receiver of progress.
         draft: the draft, or None.
-        ranks: number of processes that are to compute the model together.
+        layout: arrangement of the processes that are to compute the model together.
 
     Raises:
         EngineError: as `build_engine`: the model is not supported, or the options do not fit it.
@@ -127,15 +128,15 @@ def forecast(
         free_disk_bytes=shutil.disk_usage(output.absolute().parent).free,
         memory_bytes=_memory_bytes(assembly, samples["tokens"] if samples else 0),
         free_memory_bytes=free_memory(),
-        ranks=_shares(assembly, ranks) if ranks > 1 else [],
+        ranks=_shares(assembly, layout) if layout.size > 1 else [],
     )
 
 
-def _shares(assembly: Assembly, ranks: int) -> list[dict[str, Any]]:
+def _shares(assembly: Assembly, layout: RankLayout) -> list[dict[str, Any]]:
     """Parts of the processes that compute the model together, on CPUs."""
     target = CPU if CPU in assembly.plans else next(iter(assembly.plans))
-    check_ranks(ranks, target)
-    shares = rank_shares(assembly.plans[target], lambda name: assembly.weights[name].form, ranks)
+    check_ranks(layout, target)
+    shares = rank_shares(assembly.plans[target], lambda name: assembly.weights[name].form, layout)
     return [asdict(share) for share in shares]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from enginewright.errors import UsageError, shorten
 from enginewright.manifest import NGRAM, ROLES
+from enginewright.rank_layout import RankLayout
 from enginewright.runtime.count import format_bytes
 
 TEXTS = (
@@ -69,6 +70,7 @@ class RuntimeConfig:
     max_lora_rank: int = 64  # maximum rank of an adapter's module
     max_cpu_loras: int = 256  # maximum number of adapters that stay open
     tensor_parallel_size: int = 1  # number of processes that compute the model together, each a part of each layer
+    pipeline_parallel_size: int = 1  # number of stages of layers, each with tensor_parallel_size processes of its own
     nnodes: int = 1  # number of machines on which they run, each the same number of them; this one is node 0
     master_addr: str | None = None  # address of this machine where the others (`engine worker`) reach it
     master_port: int = MASTER_PORT  # TCP port of this address
@@ -82,9 +84,7 @@ class RuntimeConfig:
                 _check_limit(name, value)
         if self.speculate not in (None, *SPECULATE):
             raise UsageError(f"speculate is {shorten(self.speculate)}", f"it must be one of {', '.join(SPECULATE)}")
-        if self.tensor_parallel_size > MAX_RANKS:
-            why = f"it must be {MAX_RANKS} or less"
-            raise UsageError(f"tensor_parallel_size is {self.tensor_parallel_size}", why)
+        self._check_ranks()
         self._check_nodes()
         if self.speculate_tokens > MAX_DRAFT_TOKENS:
             raise UsageError(f"speculate_tokens is {self.speculate_tokens}", f"it must be {MAX_DRAFT_TOKENS} or less")
@@ -107,6 +107,15 @@ class RuntimeConfig:
         if not uses and self.kv_secret_file is not None:
             raise UsageError("kv_secret_file needs kv_role or kv_cache_remote", "no KV blocks move without it")
 
+    def _check_ranks(self) -> None:
+        sizes = {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+        }
+        if self.num_ranks > MAX_RANKS:
+            what = " × ".join(name for name, size in sizes.items() if size > 1)
+            raise UsageError(f"{what} is {self.num_ranks}", f"it must be {MAX_RANKS} or less")
+
     def _check_nodes(self) -> None:
         if self.master_port > 65535:
             raise UsageError(f"master_port is {self.master_port}", "it must be 65535 or less")
@@ -115,9 +124,12 @@ class RuntimeConfig:
                 if getattr(self, name) is not None:
                     raise UsageError(f"{name} needs nnodes", "no other machine is waited for without it")
             return
-        if self.tensor_parallel_size % self.nnodes:
+        if self.num_ranks % self.nnodes:
+            sizes = f"tensor_parallel_size {self.tensor_parallel_size}"
+            if self.pipeline_parallel_size > 1:
+                sizes += f" × pipeline_parallel_size {self.pipeline_parallel_size}"
             raise UsageError(
-                f"tensor_parallel_size {self.tensor_parallel_size} cannot be divided among {self.nnodes} machines",
+                f"{sizes} cannot be divided among {self.nnodes} machines",
                 "each machine runs the same number of processes",
                 f"Use a multiple of {self.nnodes}.",
             )
@@ -167,9 +179,21 @@ class RuntimeConfig:
             raise UsageError(f"kv_cache_remote is {shorten(self.kv_cache_remote)}", why)
 
     @property
+    def rank_layout(self) -> RankLayout:
+        """Arrangement of the processes that compute the model."""
+        return RankLayout(self.tensor_parallel_size, self.pipeline_parallel_size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of the processes that compute the model."""
+        return self.rank_layout.size
+
+    @property
     def on_one_rank(self) -> "RuntimeConfig":
         """These limits for a model that this process computes alone."""
-        return replace(self, tensor_parallel_size=1, nnodes=1, master_addr=None, secret_file=None)
+        return replace(
+            self, tensor_parallel_size=1, pipeline_parallel_size=1, nnodes=1, master_addr=None, secret_file=None
+        )
 
     @property
     def shares_kv_cache(self) -> bool:

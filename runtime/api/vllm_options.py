@@ -49,7 +49,7 @@ def _settings(given: Any) -> bool:
 _FLAG = _one_of(True, False)
 _NOTHING = _one_of(None, {}, "", False)
 _FORMAT = "the formats of an engine are chosen by `engine build`"
-_ONE_DEVICE = "an engine is one replica, and tensor_parallel_size cuts each of its layers"
+_ONE_DEVICE = "an engine is one replica, which tensor_parallel_size and pipeline_parallel_size cut"
 _ONE_FILE = "all that a model needs is in its engine file"
 _KERNELS = "kernels are compiled by `engine build`, and no graphs are captured"
 
@@ -80,7 +80,6 @@ _ENGINE_OPTIONS: Mapping[str, _Option] = {
     "max_logprobs": _Option("a request may ask for 20 log-probabilities a token", _number(0, 20)),
     "max_seq_len_to_capture": _Option(_KERNELS, _or_none(_number(0))),
     "node_rank": _Option("this machine is node 0, and the others run `engine worker`", _one_of(0)),
-    "pipeline_parallel_size": _Option(_ONE_DEVICE, _one_of(1)),
     "quantization": _Option(_FORMAT, _NOTHING),
     "revision": _Option(_ONE_FILE, _NOTHING),
     "runner": _Option("an engine is of one kind of model", _one_of("auto", "generate", "pooling")),

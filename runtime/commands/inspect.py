@@ -9,6 +9,7 @@ from enginewright.adapter_file import AdapterFile
 from enginewright.code import CODE, read_code
 from enginewright.engine_file import EngineFile
 from enginewright.manifest import WEIGHTS
+from enginewright.rank_layout import ONE_RANK, RankLayout
 from enginewright.runtime.commands.quality import QUALITY, QualityReport, describe_quality
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.count import format_bytes
@@ -21,13 +22,13 @@ from enginewright.targets import CPU, PTX, architectures, platforms_of
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
-def summarize(path: Path, memory: int | None = None, ranks: int = 1) -> dict[str, Any]:
+def summarize(path: Path, memory: int | None = None, layout: RankLayout = ONE_RANK) -> dict[str, Any]:
     """Collects everything that `inspect` shows of an engine or an adapter, ready for JSON.
 
     Args:
         path: the file.
         memory: bytes for weights, arena and KV cache together; None is what `engine run` would use on this machine.
-        ranks: number of processes that compute the model together.
+        layout: arrangement of the processes that compute the model together.
 
     Raises:
         CorruptEngineError: the file is damaged.
@@ -37,8 +38,7 @@ def summarize(path: Path, memory: int | None = None, ranks: int = 1) -> dict[str
         if file.manifest.engine is not None:
             return _summarize_adapter(path)
         target = next(iter(platforms_of(file.manifest.targets)), CPU)
-        if ranks > 1:
-            check_ranks(ranks, target)
+        check_ranks(layout, target)
     with Engine.open(path, target) as engine:
         manifest, plan = engine.manifest, engine.plan
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
@@ -60,8 +60,8 @@ def summarize(path: Path, memory: int | None = None, ranks: int = 1) -> dict[str
             "messages": _messages(engine),
             "content_hash": manifest.content_hash,
             "quality": _quality(engine.file),
-            "ranks": [asdict(one) for one in rank_shares(plan, lambda name: engine.weight(name)[1], ranks)]
-            if ranks > 1
+            "ranks": [asdict(one) for one in rank_shares(plan, lambda name: engine.weight(name)[1], layout)]
+            if layout.size > 1
             else [],
             "format_version": manifest.format_version,
             "builder_version": manifest.builder_version,

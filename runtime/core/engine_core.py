@@ -61,10 +61,11 @@ class StepInFlight(msgspec.Struct, frozen=True):
     """A step that has begun, and whose sampled tokens have not been read yet."""
 
     plan: StepPlan  # the plan of the step
-    outputs: StepOutputs  # its outputs, which a device may still be computing
-    sampled: SampledRows  # its sampled tokens, which a device may still be computing
     began: float  # time.perf_counter at which its planning began, in seconds
     work: float  # cost of its tokens by PromptCost; 0 where steps are not measured
+    # Its outputs and sampled tokens, which a device may still be computing. None: stages are computing it, and nothing
+    # has been sampled.
+    results: tuple[StepOutputs, SampledRows] | None
 
 
 class EngineCore:
@@ -93,6 +94,12 @@ class EngineCore:
         self._step_cost = StepCost.of(engine) if config.itl_slo_ms or config.has_stores else None
         goal = StepGoal(config.itl_slo_ms / 1e3, self._step_cost) if self._step_cost and config.itl_slo_ms else None
         limits = self.executor.memory_plan.limits
+        self._speculator = open_speculator(engine, config, self.executor)
+        # Stages compute several steps at a time. With a speculator they wait for each other: draft tokens depend on all
+        # tokens before them, and on the inputs of the step that has just ended.
+        self._pipeline = self.executor.pipeline
+        overlaps = self._pipeline is not None and self._speculator is None
+        self._num_under_way = self._pipeline.num_stages if self._pipeline is not None and overlaps else 1
         self._scheduler = Scheduler(
             engine.plan.caches,
             limits,
@@ -102,8 +109,8 @@ class EngineCore:
             cost=self._prompt_cost.at,
             goal=goal,
             adapters=self._adapter_slots(),
+            num_under_way=self._num_under_way,
         )
-        self._speculator = open_speculator(engine, config, self.executor)
         self._drafting = Drafting(self._scheduler, self._sampler, self._speculator, limits.sequences)
         self._deferred = DeferredRows(self._scheduler, engine.plan.vocab_size)
         if config.has_stores or config.kv_role is not None:
@@ -139,6 +146,8 @@ class EngineCore:
 
         With a speculator it is 0: draft tokens depend on all tokens before them, and save more time than running ahead.
         """
+        if self._pipeline is not None:
+            return self._num_under_way - 1
         return 0 if self._speculator is not None else self.executor.steps_ahead
 
     def close(self) -> None:
@@ -357,8 +366,9 @@ class EngineCore:
     def step(self) -> Outputs:
         """Begins one step and ends one; returns the deltas of the step that has ended.
 
-        A step ends in the same call, or in the next one where the executor runs ahead. If a step has grammars, the step
-        before it ends while its layers run, and a sequence whose grammar is late is deferred.
+        A step ends in the same call, or in a later one where the executor runs ahead or has stages. If a step has
+        grammars and runs ahead, the step before it ends while its layers run. A sequence whose grammar is late is
+        deferred.
         """
         outputs: Outputs = []
         if self._deferred:
@@ -382,27 +392,48 @@ class EngineCore:
         """
         has_grammar = plan.rows.has_grammar
         work = 0.0 if self._step_cost is None else self._prompt_cost.of(plan.inputs.arrays["positions"])
+        step = StepInFlight(plan, began, work, None)
         if has_grammar:
             self._drafting.prepare_masks(plan.rows)
-        results = self.executor.run(plan.inputs)
-        if has_grammar:
-            if self._in_flight:
+        if self._pipeline is not None:
+            self._pipeline.begin(plan.inputs)
+        else:
+            results = self.executor.run(plan.inputs)
+            if has_grammar and self._in_flight:
                 self._commit_rows(self._in_flight.popleft(), outputs)
-            elapsed_s = time.perf_counter() - began
+            step = self._sample(step, results)
+        self._in_flight.append(step)
+
+    def _sample(self, step: StepInFlight, results: StepOutputs) -> StepInFlight:
+        """Begins to sample the tokens of a step.
+
+        Args:
+            step: the step.
+            results: its outputs.
+        """
+        plan = step.plan
+        if plan.rows.has_grammar:
+            elapsed_s = time.perf_counter() - step.began
             rows = self._deferred.defer_late(plan.rows, results.logits, elapsed_s)
             plan = msgspec.structs.replace(plan, rows=rows)
         sampled = self._sampler.begin(results.logits, plan.rows.requests)
-        self._in_flight.append(StepInFlight(plan, results, sampled, began, work))
+        return StepInFlight(plan, step.began, step.work, (results, sampled))
 
     def _commit(self, step: StepInFlight, outputs: Outputs) -> None:
         """Ends a step, and proposes draft tokens for the next one."""
-        self._commit_rows(step, outputs)
-        if not self._in_flight and (self._speculator is not None or step.plan.rows.has_grammar):
-            self._drafting.propose(step.plan, step.outputs, time.perf_counter() - step.began)
+        results = self._commit_rows(step, outputs)
+        proposes = self._speculator is not None or step.plan.rows.has_grammar
+        if proposes and (self._pipeline is not None or not self._in_flight):
+            self._drafting.propose(step.plan, results, time.perf_counter() - step.began)
 
-    def _commit_rows(self, step: StepInFlight, outputs: Outputs) -> None:
-        """Ends a step: waits for its tokens, and hands them out."""
-        plan, sampled = step.plan, self._sampler.end(step.sampled)
+    def _commit_rows(self, step: StepInFlight, outputs: Outputs) -> StepOutputs:
+        """Ends a step: waits for its tokens, and hands them out. Returns its outputs."""
+        if step.results is None:
+            assert self._pipeline is not None, "other executors give their outputs at once"
+            step = self._sample(step, self._pipeline.collect())
+        assert step.results is not None, "_sample has set them"
+        results, begun = step.results
+        plan, sampled = step.plan, self._sampler.end(begun)
         rows = plan.rows
         beams = [(row.sequence, sampled[i]) for i, row in rows.other.items() if row.purpose is RowPurpose.SEARCH]
         if rows.has_rows_without_token or rows.has_grammar:
@@ -418,6 +449,7 @@ class EngineCore:
         self._hand_out(rows.sequences, accepted, now, outputs)
         for sequence, token in beams:
             self._hand_out([sequence], [(token,)], now, outputs)
+        return results
 
     def _commit_deferred(self, outputs: Outputs) -> None:
         """Hands out the tokens of deferred sequences whose masks are ready."""

@@ -21,6 +21,7 @@ from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.scheduler.stored import PlaceMemory
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
+from enginewright.runtime.step.pipeline import Pipeline
 from enginewright.targets import CPU, CUDA, architectures, choose_code, platforms_of
 
 AUTO = "auto"
@@ -54,6 +55,11 @@ class Executor(Protocol):
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """Runs one step, or begins it on a GPU: reading the outputs waits for it."""
+        ...
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Stages that compute several steps at a time; None: there is one."""
         ...
 
     @property
@@ -127,9 +133,9 @@ def open_executor(engine: Engine, config: RuntimeConfig, weights: Mapping[str, A
 
 
 def _open_on_cpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any]) -> Executor:
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         ranked = RankedExecutor(engine, config, weights)
-        _warn_of_threads(ranked.threads * (config.tensor_parallel_size // config.nnodes))
+        _warn_of_threads(ranked.threads * (config.num_ranks // config.nnodes))
         return ranked
     executor = CpuExecutor(engine, config, weights)
     _warn_of_threads(executor.threads)
@@ -140,8 +146,7 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, An
     from enginewright.runtime.device.cuda.device import CudaDevice
     from enginewright.runtime.device.cuda.executor import CudaExecutor
 
-    if config.tensor_parallel_size > 1:
-        check_ranks(config.tensor_parallel_size, CUDA)
+    check_ranks(config.rank_layout, CUDA)
     device = CudaDevice(int(config.device.partition(":")[2] or 0))
     try:
         archive = engine.code(device.capability)

@@ -285,7 +285,7 @@ class _Cutting:
         found = []
         for part in group.parts:
             users = [call for call in self.plan.calls if _touches(call, group, part)]
-            if not all(_kernel(call) == "causal_conv" for call in users):
+            if not users or not all(_kernel(call) == "causal_conv" for call in users):
                 continue
             outs = [_buffer(call, "out") for call in users]
             pieces = [_at(self._pieces(call), -out.column) for call, out in zip(users, outs, strict=True)]
@@ -332,7 +332,7 @@ class _Cutting:
         for call in self.plan.calls:
             if _kernel(call) in _BY_HEADS and self._keeps_heads(call):
                 cuts = self._cuts_of_heads(call)
-                for role in _outputs(call):
+                for role in outputs(call):
                     made[_buffer(call, role).index] = [cuts[role]]
             elif (roles := _columnwise(call)) is not None:
                 out = _buffer(call, "out")
@@ -356,7 +356,7 @@ class _Cutting:
 
     def _want(self, call: KernelCall) -> None:
         """Notes in which cuts a call reads its inputs. Calls after it are known."""
-        kernel, written = _kernel(call), _outputs(call)
+        kernel, written = _kernel(call), outputs(call)
         if kernel in _BY_HEADS:
             if self._keeps_heads(call):
                 for role, cut in self._cuts_of_heads(call).items():
@@ -415,7 +415,7 @@ class _Cutting:
     def _gather_inputs(self, call: KernelCall, but: Sequence[str] = ()) -> None:
         """Gathers what a call reads, except for some roles."""
         for role, operand in call.operands.items():
-            if isinstance(operand, BufferOperand) and role not in (*_outputs(call), *but):
+            if isinstance(operand, BufferOperand) and role not in (*outputs(call), *but):
                 self._gather(operand)
 
     def _written(self, operand: BufferOperand, cuts: Sequence[Cut] = ()) -> None:
@@ -432,7 +432,7 @@ class _Cutting:
         """Computes a call on each rank."""
         self._gather_inputs(call)
         self.calls.append(call)
-        for role in _outputs(call):
+        for role in outputs(call):
             self._written(_buffer(call, role))
 
     def _product(self, call: KernelCall) -> bool:
@@ -491,7 +491,7 @@ class _Cutting:
             return False
         self._gather_inputs(call, ["x"])
         self.calls.append(call)
-        for role in _outputs(call):
+        for role in outputs(call):
             self._written(_buffer(call, role))
             self.experts[_buffer(call, role).index] = experts
         return True
@@ -583,17 +583,17 @@ class _Cutting:
         if not self._keeps_heads(call):
             return False
         rule, cuts, heads = _BY_HEADS[_kernel(call)], self._cuts_of_heads(call), int(call.attributes["heads"])
-        out = _buffer(call, _outputs(call)[0])
+        out = _buffer(call, outputs(call)[0])
         if "weight" in rule.weights and cuts["out"].unit % ROWS:
             return False
         attributes, operands = dict(call.attributes), dict(call.operands)
         for role, cut in cuts.items():
             operand = _buffer(call, role)
-            if role not in _outputs(call) and not self._has(operand.index, cut):
+            if role not in outputs(call) and not self._has(operand.index, cut):
                 self._gather(operand)
             operands[role] = BufferOperand(operand.index, *cut.part(self.rank, self.size))
         self._gather_inputs(call, list(cuts))
-        cut = cuts[_outputs(call)[0]]
+        cut = cuts[outputs(call)[0]]
         begin, columns = cut.part(self.rank, self.size)
         first, mine = (begin - cut.begin) * heads // cut.columns, columns * heads // cut.columns
         attributes["heads"] = mine
@@ -607,7 +607,7 @@ class _Cutting:
         if isinstance(partials := operands.get("partials"), BufferOperand):
             operands["partials"] = replace(partials, column=0)  # a buffer of its own, which no other kernel reads
         self.calls.append(replace(call, operands=operands, attributes=attributes, cost=_share(call.cost, mine, heads)))
-        for role in _outputs(call):
+        for role in outputs(call):
             self._written(_buffer(call, role), [cuts[role]] if role != "partials" else [])
         return True
 
@@ -622,7 +622,8 @@ def _buffer(call: KernelCall, role: str) -> BufferOperand:
     return operand
 
 
-def _outputs(call: KernelCall) -> tuple[str, ...]:
+def outputs(call: KernelCall) -> tuple[str, ...]:
+    """Roles of the buffers that a call writes."""
     roles = _OUTPUTS.get(_kernel(call), ("out",))
     return tuple(role for role in roles if isinstance(call.operands.get(role), BufferOperand))
 

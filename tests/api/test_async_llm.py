@@ -314,8 +314,8 @@ def test_arguments_of_a_wrong_type(engine: Engine) -> None:
     async def test() -> None:
         with pytest.raises(UsageError, match="no limit called max_seqs"):
             AsyncLLM(engine, **LIMITS, max_seqs=5)
-        with pytest.raises(UsageError, match="pipeline_parallel_size=2 is not implemented"):
-            AsyncLLM.from_engine_args(AsyncEngineArgs(engine, pipeline_parallel_size=2))
+        with pytest.raises(UsageError, match="data_parallel_size=2 is not implemented"):
+            AsyncLLM.from_engine_args(AsyncEngineArgs(engine, data_parallel_size=2))
         async with opened(engine) as llm:
             given: list[tuple[Any, Any, dict[str, Any]]] = [
                 (5, GREEDY, {}),

@@ -163,7 +163,7 @@ def test_what_is_no_engine(tmp_path: Path) -> None:
 def test_options_of_vllm_without_effect(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """Each option is noted once at a harmless value, and refused at others."""
     harmless: dict[str, list[Any]] = {
-        "pipeline_parallel_size": [1],
+        "data_parallel_size": [1],
         "distributed_executor_backend": ["mp"],
         "dtype": ["auto", "bfloat16"],
         "enforce_eager": [True, False],
@@ -190,7 +190,7 @@ def test_options_of_vllm_without_effect(engine: Engine, caplog: pytest.LogCaptur
         for name, said in zip(given, caplog.messages, strict=True):
             assert said.startswith(f"{name}={given[name]!r} has no effect: ")
     matters: dict[str, list[Any]] = {
-        "pipeline_parallel_size": [2, True, "1"],
+        "data_parallel_size": [2, True, "1"],
         "distributed_executor_backend": ["ray"],
         "dtype": ["float16"],
         "enforce_eager": ["yes"],

@@ -117,12 +117,12 @@ def test_notes_are_on_stderr(model: str, tmp_path: Path) -> None:
     script.write_text(
         "import sys\n"
         "from enginewright import LLM, SamplingParams\n"
-        "llm = LLM(model=sys.argv[1], pipeline_parallel_size=1, swap_space=4, max_model_len=64)\n"
+        "llm = LLM(model=sys.argv[1], data_parallel_size=1, swap_space=4, max_model_len=64)\n"
         "print(len(llm.generate('Hello', SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))\n"
     )
     done = subprocess.run([sys.executable, str(script), model], capture_output=True, text=True, check=True)
     assert done.stdout == "3\n"
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == [
-        "pipeline_parallel_size=1 has no effect",
+        "data_parallel_size=1 has no effect",
         "swap_space=4 has no effect",
     ]

@@ -352,11 +352,6 @@ def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str
     ("typed", "answer"),
     [
         ("run x --tensor-paralel-size 2", "Did you mean '--tensor-parallel-size'?"),
-        (
-            "run x --pipeline-parallel-size 2",
-            "Layers are not divided among devices yet: --tensor-parallel-size cuts each layer.",
-        ),
-        ("run x -pp 2", "Layers are not divided among devices yet: --tensor-parallel-size cuts each layer."),
         ("run x -dp 2", "Run several servers behind engine route."),
         (
             "run x --enable-expert-parallel",

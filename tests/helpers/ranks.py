@@ -4,18 +4,18 @@ import os
 import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
 from enginewright import _cpu
-from enginewright.rank_plan import exchange_bytes
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.memory_plan import plan_memory
-from enginewright.runtime.device.ranks.member import Ranks, weight_columns
+from enginewright.runtime.device.ranks.carriers import channels_of
+from enginewright.runtime.device.ranks.member import Ranks, weight_sizes
 from enginewright.runtime.device.ranks.messages import Step
+from enginewright.runtime.device.ranks.results import Results
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
 
@@ -27,21 +27,29 @@ class RanksInThreads(CpuExecutor):
 
     Args:
         engine: the open engine.
-        config: limits; `tensor_parallel_size` is the number of ranks.
+        config: limits; `rank_layout` says how many ranks there are.
         weights: as for CpuExecutor.
     """
 
     def __init__(
         self, engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        size = config.tensor_parallel_size
+        layout = config.rank_layout
         plan = plan_memory(engine.plan, config)
-        slot_bytes = exchange_bytes(engine.plan, plan.limits, size, partial(weight_columns, engine))
-        exchanges = self.exchanges(size, slot_bytes)
-        mine, *others = [Ranks(exchange, plan, rank, size) for rank, exchange in enumerate(exchanges)]
+        channels = layout.sized_channels(engine.plan, plan.limits, weight_sizes(engine))
+        exchanges: list[dict[str, _cpu.Ranks]] = [{} for _ in range(layout.size)]
+        for channel in channels:
+            for rank, exchange in zip(
+                channel.ranks, self.exchanges(len(channel.ranks), channel.slot_bytes), strict=True
+            ):
+                exchanges[rank][channel.purpose_for(rank)] = exchange
+        mine, *others = [
+            Ranks(own, channels_of(channels, rank), plan, rank, layout) for rank, own in enumerate(exchanges)
+        ]
         self.others = [CpuExecutor(engine, config, ranks=ranks) for ranks in others]
         self._threads = ThreadPoolExecutor(max(len(others), 1))
         super().__init__(engine, config, weights, mine)
+        self._results = Results(engine.plan, mine, self.isa) if layout.pipeline > 1 else None
 
     @staticmethod
     def exchanges(size: int, slot_bytes: int) -> list[_cpu.Ranks]:
@@ -57,6 +65,8 @@ class RanksInThreads(CpuExecutor):
         received = Step.of(inputs, self._inputs).inputs(self.plan.dims, self._inputs)
         running = [self._threads.submit(other.run, received) for other in self.others]
         outputs = super().run(inputs)
+        if self._results is not None:
+            outputs = self._results.receive(inputs.sizes)
         for one in running:
             one.result()
         return outputs

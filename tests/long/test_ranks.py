@@ -11,7 +11,10 @@ from tests.ranks.test_bits import CUT, built, check
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_families(family: str, tmp_path: Path) -> None:
-    check(built(tmp_path / "tiny.engine", family, {}), 2, 4)
+    path = built(tmp_path / "tiny.engine", family, {})
+    check(path, 2, 4)
+    check(path, 1, 2, stages=2)
+    check(path, 1, stages=4)
 
 
 @pytest.mark.parametrize("name", CUT)

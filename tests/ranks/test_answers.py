@@ -54,3 +54,8 @@ def facts(outputs: list[RequestOutput]) -> list[Any]:
 def test_answers_are_those_of_one_process(engine: Path, limits: dict[str, Any]) -> None:
     expected = facts(answers(engine, **limits))
     assert facts(answers(engine, **limits, tensor_parallel_size=2)) == expected
+    assert facts(answers(engine, **limits, pipeline_parallel_size=2)) == expected
+
+
+def test_answers_of_stages_that_are_divided(engine: Path) -> None:
+    assert facts(answers(engine, tensor_parallel_size=2, pipeline_parallel_size=3)) == facts(answers(engine))

@@ -10,12 +10,14 @@ import pytest
 from enginewright import _cpu
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.dtypes import KV_CACHES
+from enginewright.rank_layout import RankLayout
 from enginewright.rank_plan import ALL_GATHER
 from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.ranks.shares import rank_shares
 from enginewright.runtime.engine import Engine
+from enginewright.stage_plan import SEND
 from tests.helpers.ranks import RanksInThreads, RanksOverSockets
 from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
 
@@ -88,15 +90,17 @@ def check(
     *sizes: int,
     isa: str | None = None,
     threads: int = 1,
+    stages: int = 1,
     ranks_of: Callable[[Engine, RuntimeConfig], RanksInThreads] = RanksInThreads,
 ) -> float:
     """Checks that ranks compute the bits of one process.
 
     Args:
         path: the engine.
-        sizes: numbers of ranks.
+        sizes: numbers of ranks of a stage.
         isa: instruction set.
         threads: threads of each rank.
+        stages: number of stages.
         ranks_of: opens the ranks.
 
     Returns:
@@ -108,14 +112,12 @@ def check(
         texts = [random.integers(0, engine.plan.vocab_size, length).tolist() for length in LENGTHS]
         expected = score(CpuExecutor(engine, RuntimeConfig(**limits)), texts)
         for size in sizes:
-            ranks = ranks_of(engine, RuntimeConfig(**limits, tensor_parallel_size=size))
+            ranks = ranks_of(engine, RuntimeConfig(**limits, tensor_parallel_size=size, pipeline_parallel_size=stages))
             for length, one, several in zip(LENGTHS, expected, score(ranks, texts), strict=True):
                 assert np.array_equal(one, several), f"{length} tokens, {size} ranks"
-            assert any(call.kernel == ALL_GATHER for call in ranks.plan.calls)
-            shares.append(
-                max(one.weight_bytes for one in rank_shares(engine.plan, lambda name: engine.weight(name)[1], size))
-                / engine.weight_bytes
-            )
+            assert any(call.kernel in (ALL_GATHER, SEND) for call in ranks.plan.calls)
+            parts = rank_shares(engine.plan, lambda name: engine.weight(name)[1], RankLayout(size, stages))
+            shares.append(max(one.weight_bytes for one in parts) / engine.weight_bytes)
             ranks.close()
     return shares[0]
 
@@ -124,6 +126,14 @@ def check(
 def test_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     family, changes, share = CUT[name]
     assert check(built(tmp_path / "tiny.engine", family, changes), 2, 3, 5) <= share
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_stages_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
+    family, changes, _ = CUT[name]
+    path = built(tmp_path / "tiny.engine", family, changes)
+    assert check(path, 1, stages=2) < 0.9
+    check(path, 1, 2, stages=3)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,7 +170,9 @@ def test_instruction_sets_and_threads(isa: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "sinks and experts"])
 def test_sockets(name: str, tmp_path: Path) -> None:
     family, changes, _ = CUT[name]
-    check(built(tmp_path / "tiny.engine", family, changes), 2, 3, ranks_of=RanksOverSockets)
+    path = built(tmp_path / "tiny.engine", family, changes)
+    check(path, 2, 3, ranks_of=RanksOverSockets)
+    check(path, 2, stages=2, ranks_of=RanksOverSockets)
 
 
 def test_more_ranks_than_heads(tmp_path: Path) -> None:

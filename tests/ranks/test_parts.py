@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from enginewright.manifest import SectionForm
 from enginewright.plan import Plan, WeightOperand, step_sizes
+from enginewright.rank_layout import RankLayout
 from enginewright.rank_plan import ALL_GATHER, Cut, exchange_bytes, plan_of_rank, units_of_rank
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.weight_parts import part_of_weight
@@ -109,7 +110,7 @@ def test_ranks_are_divided_among_memory_nodes(tmp_path: Path, monkeypatch: pytes
 def test_shares_add_up() -> None:
     """Parts of ranks add up to the whole, and exchanges fit the memory that is made for them."""
     with Engine.open(built_tiny("llama")) as engine:
-        shares = rank_shares(engine.plan, lambda name: engine.weight(name)[1], 3)
+        shares = rank_shares(engine.plan, lambda name: engine.weight(name)[1], RankLayout(3))
         assert sum(share.kv_bytes_per_token for share in shares) == engine.plan.kv_bytes_per_token()
         assert engine.weight_bytes < sum(share.weight_bytes for share in shares) < 3 * engine.weight_bytes
         _, limits = limits_of(engine.plan, RuntimeConfig(max_num_batched_tokens=100))

@@ -2,7 +2,6 @@
 
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
 from types import MappingProxyType
 
@@ -31,7 +30,8 @@ from enginewright.plan import (
     WeightOperand,
     cache_of,
 )
-from enginewright.rank_plan import ALL_GATHER, plan_of_rank
+from enginewright.rank_layout import GATHER, NEXT, PREVIOUS
+from enginewright.rank_plan import ALL_GATHER, ROOT
 from enginewright.runtime import env
 from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.config import RuntimeConfig
@@ -40,10 +40,12 @@ from enginewright.runtime.device.adapters import model_plan, num_slots
 from enginewright.runtime.device.cpu.weight_parts import part_of_weight
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import plan_memory
-from enginewright.runtime.device.ranks.member import Ranks, weight_columns
+from enginewright.runtime.device.ranks.member import Ranks, weight_sizes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
+from enginewright.runtime.step.pipeline import Pipeline
+from enginewright.stage_plan import RECEIVE, SEND
 
 HUGE_PAGE_BYTES = 2 << 20
 KV_DTYPES = tuple(dtype.name for dtype in KV_CACHES.values())  # dtypes that planes of a paged group may have
@@ -82,7 +84,7 @@ class CpuExecutor:
             self.memory_plan = plan_memory(self.plan, config, engine.missing_weight_bytes(weights))
         else:
             self.memory_plan = ranks.memory_plan
-            self.plan = plan_of_rank(self.plan, ranks.rank, ranks.size, partial(weight_columns, engine))
+            self.plan = ranks.layout.plan(self.plan, ranks.rank, weight_sizes(engine))
         self.ranks = ranks
         self.isa = choose_isa(config.isa or env.cpu_isa())
         self.threads = config.threads or env.num_threads() or num_cores()
@@ -175,6 +177,11 @@ class CpuExecutor:
         assert self._adapters is not None, "enable_lora is True"
         self._adapters.unload(slot)
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Stages that compute several steps at a time; None: there is one."""
+        return None
+
     def watch(self, failed: Callable[[EngineError], None]) -> None:
         """Does nothing: only a step ends this executor."""
 
@@ -254,12 +261,21 @@ class CpuExecutor:
 
     def _add(self, call: KernelCall) -> None:
         operands = {name: self._operand(operand) for name, operand in call.operands.items()}
-        if call.kernel == ALL_GATHER:
-            assert self.ranks is not None, "plan_of_rank has added it"
-            unit, root = (int(call.attributes[name]) for name in ("unit", "root"))
-            self._executor.add_all_gather(operands["x"], unit, root, self.ranks.exchange, operands.get("starts"))
-        else:
+        if call.kernel not in (ALL_GATHER, SEND, RECEIVE):
             self._executor.add_kernel(call.kernel, operands, call.attributes)
+            return
+        assert self.ranks is not None, "RankLayout.plan has added it"
+        exchanges, attributes = self.ranks.exchanges, call.attributes
+        if call.kernel == ALL_GATHER:
+            unit, root = int(attributes["unit"]), int(attributes["root"])
+            self._executor.add_all_gather(operands["x"], unit, root, exchanges[GATHER], operands.get("starts"))
+            return
+        purpose = PREVIOUS if call.kernel == RECEIVE else str(attributes.get("to", NEXT))
+        (role,) = operands
+        operand = call.operands[role]
+        assert isinstance(operand, BufferOperand), "buffers are sent"
+        # Rank 0 of the channel receives, and rank 1 has all columns, since they are one unit.
+        self._executor.add_all_gather(operands[role], operand.columns, ROOT, exchanges[purpose])
 
     def _operand(self, operand: Operand) -> _cpu.OperandSpec:
         match operand:

@@ -54,6 +54,7 @@ from enginewright.runtime.sampling.parameters import MAX_LOGPROBS
 from enginewright.runtime.sampling.sampler import Draw, Entries, Fields
 from enginewright.runtime.sampling.token_mask import Mask
 from enginewright.runtime.step.inputs import Arrays, StepInputs, StepOutputs
+from enginewright.runtime.step.pipeline import Pipeline
 
 RESERVED_BYTES = 256 << 20  # bytes of GPU memory left for code, graphs and the driver
 FREE_SHARE = 0.9  # share of the GPU memory left by weights and arena that the KV cache gets by default
@@ -99,6 +100,7 @@ class CudaExecutor:
     """
 
     steps_ahead = PIPELINE_SLOTS - 1
+    pipeline: Pipeline | None = None  # one GPU computes all layers
     max_top_logprobs = MAX_LOGPROBS
 
     def __init__(

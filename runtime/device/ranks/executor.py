@@ -1,6 +1,7 @@
 """The executor of an engine whose model several processes compute together: rank 0, and the others in its group."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -8,14 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright.errors import EngineError, UsageError
+from enginewright.plan import StepSizes
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.machine import on_cpus
 from enginewright.runtime.device.ranks.group import RankGroup
 from enginewright.runtime.device.ranks.member import RankLostError
 from enginewright.runtime.device.ranks.messages import Step
+from enginewright.runtime.device.ranks.results import Results
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
+from enginewright.runtime.step.pipeline import Pipeline
 
 
 class RankedExecutor(CpuExecutor):
@@ -23,7 +27,7 @@ class RankedExecutor(CpuExecutor):
 
     Args:
         engine: the open engine.
-        config: limits; `tensor_parallel_size` is the number of ranks.
+        config: limits; `rank_layout` says how many ranks there are.
         weights: as for CpuExecutor.
 
     Raises:
@@ -44,6 +48,9 @@ class RankedExecutor(CpuExecutor):
         try:
             with on_cpus(self._group.cpus):
                 super().__init__(engine, self._group.config, weights, self._group.ranks)
+            self.num_stages = config.pipeline_parallel_size
+            self._begun = deque[StepSizes]()  # sizes of the steps under way in a pipeline, the oldest first
+            self._results = Results(engine.plan, self._group.ranks, self.isa) if self.num_stages > 1 else None
             self._group.wait_until_ready()
         except BaseException:
             self._close()
@@ -59,9 +66,45 @@ class RankedExecutor(CpuExecutor):
             RankLostError: a rank has ended, or does not answer.
             CorruptEngineError: the mapped file has changed, so results may come from other weights.
         """
+        if self._results is not None:
+            self.begin(inputs)
+            return self.collect()
+        return self._run(inputs)
+
+    def _run(self, inputs: StepInputs) -> StepOutputs:
+        """Lets all ranks run a step, and runs it on this one."""
         self._group.send(Step.of(inputs, self._inputs))
         try:
             return super().run(inputs)
+        except RankLostError as error:
+            raise self._group.reason(error) from error
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Stages that compute several steps at a time; None: there is one."""
+        return self if self.num_stages > 1 else None
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Runs the first stage of a step. As many steps may be under way as there are stages.
+
+        Raises:
+            RankLostError, CorruptEngineError: as for `run`.
+        """
+        self._run(inputs)
+        self._begun.append(inputs.sizes)
+
+    def collect(self) -> StepOutputs:
+        """Waits for the last stage of the oldest step under way.
+
+        Returns:
+            Views of memory that the next call overwrites.
+
+        Raises:
+            RankLostError: a rank has ended, or does not answer.
+        """
+        assert self._results is not None, "there are several stages"
+        try:
+            return self._results.receive(self._begun.popleft())
         except RankLostError as error:
             raise self._group.reason(error) from error
 
@@ -94,7 +137,7 @@ def _check_options(config: RuntimeConfig) -> None:
     for option, is_wanted in wanted.items():
         if is_wanted:
             raise UsageError(
-                f"--tensor-parallel-size does not work with {option} yet",
+                f"--tensor-parallel-size and --pipeline-parallel-size do not work with {option} yet",
                 "each rank has a part of the KV cache, and of what adapters change",
                 "Leave one of them out.",
             )

@@ -1,26 +1,23 @@
 """Rank 0's view of the processes that compute an engine's model together with it, here and on other machines."""
 
-import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from enginewright import _cpu
 from enginewright.errors import EngineError
-from enginewright.rank_plan import exchange_bytes
 from enginewright.runtime import env
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import choose_isa
 from enginewright.runtime.device.machine import cpus_of_ranks
 from enginewright.runtime.device.memory_plan import MemoryPlan, plan_memory
-from enginewright.runtime.device.ranks.member import TIMEOUT_S, RankLostError, Ranks, weight_columns
-from enginewright.runtime.device.ranks.mesh import close_all, ranks_of_node
+from enginewright.runtime.device.ranks.carriers import Carriers, channels_of, open_exchanges
+from enginewright.runtime.device.ranks.member import RankLostError, Ranks, weight_sizes
+from enginewright.runtime.device.ranks.mesh import ranks_of_node
 from enginewright.runtime.device.ranks.messages import Failed, Settings
 from enginewright.runtime.device.ranks.nodes import Node, Nodes
-from enginewright.runtime.device.ranks.processes import RankProcess, end_processes, start_processes, threads_of_rank
+from enginewright.runtime.device.ranks.processes import start_processes, threads_of_rank
 from enginewright.runtime.device.ranks.watch import Member, Watch, error_of
 from enginewright.runtime.engine import Engine
 
@@ -30,14 +27,14 @@ class RankGroup:
 
     Args:
         engine: the open engine.
-        config: limits; `tensor_parallel_size` is the number of ranks, and `threads` the threads of each.
+        config: limits; `rank_layout` says how many ranks there are, and `threads` are the threads of each.
 
     Raises:
         EngineError: the processes cannot be started, or another machine does not come.
     """
 
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
-        self._own = ranks_of_node(0, config.nnodes, config.tensor_parallel_size)
+        self._own = ranks_of_node(0, config.nnodes, config.num_ranks)
         threads, isa = config.threads or env.num_threads(), choose_isa(config.isa or env.cpu_isa())
         self.config = replace(config, threads=threads or threads_of_rank(len(self._own)), isa=isa)
         memory_plan = plan_memory(engine.plan, self.config, engine.weight_bytes)
@@ -45,11 +42,9 @@ class RankGroup:
         self.cpus = cpus_of_ranks(len(self._own))[0]
         self._tell: Callable[[EngineError], None] | None = None  # what to call when the group fails
         self._nodes: Nodes | None = None
-        if config.nnodes == 1:
-            exchange, members = self._on_one_machine(str(engine.file.path))
-        else:
-            exchange, members = self._on_several_machines(engine, config)
-        self.ranks = Ranks(exchange, memory_plan, 0, config.tensor_parallel_size)
+        exchanges, members = self._start(engine, config)
+        channels = channels_of(self._settings.channels, 0)
+        self.ranks = Ranks(exchanges, channels, memory_plan, 0, self._settings.layout)
         self._watch = Watch(members, self.ranks.check, self._fail)
 
     def wait_until_ready(self) -> None:
@@ -82,47 +77,38 @@ class RankGroup:
     def close(self) -> None:
         """Ends the processes."""
         self._tell = None
-        self.ranks.exchange.fail(0, "the engine is closed")  # a rank that waits for this one does not need to
+        self.ranks.fail(0, "the engine is closed")  # a rank that waits for this one does not need to
         if self._nodes is not None:
             self._nodes.close()
         self._watch.close()
-        self.ranks.exchange.close()
+        self.ranks.close()
 
-    def _on_one_machine(self, path: str) -> tuple[Any, Sequence[Member]]:
+    def _start(self, engine: Engine, config: RuntimeConfig) -> tuple[dict[str, Any], Sequence[Member]]:
+        """Waits for other machines, and starts the processes here. Returns rank 0's exchanges, and the members."""
         settings = self._settings
-        memory = os.memfd_create("enginewright-ranks", os.MFD_CLOEXEC)
+        carriers, joined = Carriers(settings.channels), list[Node]()
         try:
-            os.ftruncate(memory, _cpu.SharedRanks.bytes_needed(settings.size, settings.slot_bytes))
-            exchange = _cpu.SharedRanks(memory, 0, settings.size, settings.slot_bytes, TIMEOUT_S)
-            return exchange, start_processes(settings, path, self._own, memory=memory)
-        finally:
-            os.close(memory)
-
-    def _on_several_machines(self, engine: Engine, config: RuntimeConfig) -> tuple[Any, Sequence[Member]]:
-        nodes = self._nodes = Nodes(engine, config)
-        joined: Sequence[Node] = ()
-        sockets: Sequence[Sequence[socket.socket | None]] = ()
-        processes: Sequence[RankProcess] = ()
-        try:
-            joined = nodes.gather()
-            sockets = nodes.assemble(joined, self._settings)
-            processes = start_processes(self._settings, str(engine.file.path), self._own, sockets=sockets)
-            descriptors = [-1 if one is None else one.fileno() for one in sockets[0]]
-            exchange = _cpu.SocketRanks(descriptors, 0, self._settings.slot_bytes, TIMEOUT_S)
+            if config.nnodes == 1:
+                carriers.share_memory(self._own)
+            else:
+                self._nodes = Nodes(engine, config)
+                joined += self._nodes.gather()
+                carriers = self._nodes.assemble(joined, settings)
+            exchanges = open_exchanges(settings.channels, 0, carriers.of_rank(0))
+            return exchanges, [*start_processes(settings, str(engine.file.path), self._own, carriers), *joined]
         except BaseException:
-            nodes.close()
+            if self._nodes is not None:
+                self._nodes.close()
             for node in joined:
                 node.frames.shutdown()
                 node.close()
-            end_processes(processes)
             raise
         finally:
-            close_all(sockets)
-        return exchange, [*processes, *joined]
+            carriers.close()
 
     def _fail(self, member: Member | None, failed: Failed) -> None:
         why = failed.what if not failed.why else f"{failed.what}: {failed.why}"
-        self.ranks.exchange.fail(0 if member is None else member.rank, why)
+        self.ranks.fail(0 if member is None else member.rank, why)
         tell = self._tell
         if tell is not None:
             tell(error_of(failed))
@@ -133,6 +119,6 @@ class RankGroup:
 def _settings(
     engine: Engine, config: RuntimeConfig, memory_plan: MemoryPlan, isa: str, threads: int | None
 ) -> Settings:
-    size = config.tensor_parallel_size
-    slot_bytes = exchange_bytes(engine.plan, memory_plan.limits, size, lambda name: weight_columns(engine, name))
-    return Settings(engine.manifest.content_hash, size, memory_plan, slot_bytes, isa, threads, config.mmap)
+    layout = config.rank_layout
+    channels = layout.sized_channels(engine.plan, memory_plan.limits, weight_sizes(engine))
+    return Settings(engine.manifest.content_hash, layout, channels, memory_plan, isa, threads, config.mmap)

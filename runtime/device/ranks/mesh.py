@@ -13,11 +13,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from typing import NamedTuple
 
 import msgspec
 
 from enginewright.errors import UsageError
+from enginewright.rank_layout import Channel as RankChannel
 from enginewright.runtime.cache.channel import (
     Channel,
     ChannelServer,
@@ -27,13 +28,14 @@ from enginewright.runtime.cache.channel import (
     TransferError,
     release_hash,
 )
+from enginewright.runtime.device.ranks.carriers import Carriers
 from enginewright.runtime.device.ranks.member import RankLostError
-from enginewright.runtime.device.ranks.messages import Accepted, Join, Link, Refused, decode, encode
+from enginewright.runtime.device.ranks.messages import Accepted, Join, Link, Refused, Settings, decode, encode
 from enginewright.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"ew-tp-01"  # first bytes of each connection
+MAGIC = b"ew-tp-02"  # first bytes of each connection
 MAX_GREETING_BYTES = 4096  # maximum size of a Join, a Link, and their replies
 LINK_TIMEOUT_S = 60.0  # maximum seconds until all ranks of a group are connected
 REFUSED_S = 3.0  # seconds in which a refusal that is not final may change
@@ -67,6 +69,32 @@ def ranks_of_node(node: int, nodes: int, size: int) -> range:
     return range(node * here, (node + 1) * here)
 
 
+class Pair(NamedTuple):
+    """A rank of another machine and one of this machine, which exchange over a channel."""
+
+    channel: int  # index of the channel
+    theirs: int  # rank of the other machine
+    own: int  # rank of this machine
+
+
+def pairs_with(channels: Sequence[RankChannel], own: range, others: range) -> list[Pair]:
+    """Lists the connections of this machine's ranks with others.
+
+    Args:
+        channels: all channels of the group.
+        own: ranks of this machine.
+        others: ranks of other machines.
+    """
+    return [
+        Pair(index, theirs, rank)
+        for index, channel in enumerate(channels)
+        for theirs in channel.ranks
+        if theirs in others
+        for rank in channel.ranks
+        if rank in own
+    ]
+
+
 class Listener:
     """The port of a machine where others join it, and connect to its ranks.
 
@@ -94,12 +122,12 @@ class Listener:
         self._join = join
         self._changed = threading.Condition()  # of all that follows
         self._group = b""  # the group's name; empty: it is not known yet
-        self._missing: set[tuple[int, int]] = set()  # pairs of a rank and one of this machine that are not connected
-        self._links: dict[tuple[int, int], socket.socket] = {}  # those that are
+        self._missing: set[Pair] = set()  # ranks that are not connected
+        self._links: dict[Pair, socket.socket] = {}  # those that are
         self._server = ChannelServer(option, host, port, secret, facts, self._serve, MAGIC)
         self.host, self.port = host, self._server.port
 
-    def expect(self, group: bytes, pairs: Sequence[tuple[int, int]]) -> None:
+    def expect(self, group: bytes, pairs: Sequence[Pair]) -> None:
         """Accepts connections between ranks from now on.
 
         Args:
@@ -110,7 +138,7 @@ class Listener:
             self._group, self._missing = group, set(pairs)
             self._changed.notify_all()
 
-    def links(self, until: float) -> Mapping[tuple[int, int], socket.socket]:
+    def links(self, until: float) -> Mapping[Pair, socket.socket]:
         """Waits until all ranks have connected that `expect` has named.
 
         Args:
@@ -121,7 +149,7 @@ class Listener:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._missing, max(until - time.monotonic(), 0)):
-                names = ", ".join(str(rank) for rank in sorted({first for first, _ in self._missing}))
+                names = ", ".join(str(rank) for rank in sorted({pair.theirs for pair in self._missing}))
                 fix = "See if the machines reach each other on all ports."
                 raise RankLostError(f"ranks {names} have not connected", f"within {LINK_TIMEOUT_S:g} s", fix)
             links, self._links = self._links, {}
@@ -153,7 +181,7 @@ class Listener:
             raise TransferError(answer.why)
         assert isinstance(message, Link)
         with self._changed:
-            pair = (message.from_rank, message.to_rank)
+            pair = Pair(message.channel, message.from_rank, message.to_rank)
             if pair not in self._missing:
                 return  # the group has ended meanwhile
             self._missing.remove(pair)
@@ -165,7 +193,7 @@ class Listener:
             self._changed.wait_for(lambda: self._group, LINK_TIMEOUT_S)  # the other machine may know it earlier
             if link.group != self._group:
                 return Refused("a rank of another group connects")
-            if (link.from_rank, link.to_rank) not in self._missing:
+            if (link.channel, link.from_rank, link.to_rank) not in self._missing:
                 return Refused(f"rank {link.from_rank} does not belong to rank {link.to_rank}, or is there already")
         return Accepted()
 
@@ -182,49 +210,48 @@ def ask(channel: Channel, message: Greeting) -> Answer:
 
 
 def connect(
-    nodes: Sequence[tuple[str, int]], node: int, size: int, group: bytes, secret: bytes, facts: Facts, server: Listener
-) -> list[list[socket.socket | None]]:
+    nodes: Sequence[tuple[str, int]],
+    node: int,
+    settings: Settings,
+    group: bytes,
+    secret: bytes,
+    facts: Facts,
+    server: Listener,
+) -> Carriers:
     """Connects the ranks of this machine with each other, and with those of the other ones.
 
     Args:
         nodes: address and port of each machine.
         node: number of this one.
-        size: number of ranks.
+        settings: the same for all ranks.
         group: the group's name.
         secret: the secret of all machines.
         facts: all that they must have in common.
         server: this machine's port, which expects the group.
 
     Returns:
-        For each rank of this machine, sockets to all ranks, and None at its own place.
+        The carriers of the ranks of this machine. They are the caller's to close.
 
     Raises:
         RankLostError: one of the others cannot be reached, or does not connect.
     """
+    size = settings.layout.size
     own = ranks_of_node(node, len(nodes), size)
-    sockets: list[list[socket.socket | None]] = [[None] * size for _ in own]
+    carriers = Carriers(settings.channels)
     until = time.monotonic() + LINK_TIMEOUT_S
     try:
-        for first, second in combinations(own, 2):
-            sockets[first - own.start][second], sockets[second - own.start][first] = socket.socketpair()
-        for lower in range(node):
-            for theirs in ranks_of_node(lower, len(nodes), size):
-                for rank in own:
-                    sockets[rank - own.start][theirs] = _link(*nodes[lower], Link(group, rank, theirs), secret, facts)
-        for (theirs, rank), link in server.links(until).items():
-            sockets[rank - own.start][theirs] = link
+        carriers.share_memory(own)
+        carriers.connect_own(own)
+        for pair in pairs_with(settings.channels, own, range(own.start)):
+            where = nodes[pair.theirs * len(nodes) // size]
+            connection = _link(*where, Link(group, pair.own, pair.theirs, pair.channel), secret, facts)
+            carriers.put(pair.channel, pair.own, pair.theirs, connection)
+        for pair, connection in server.links(until).items():
+            carriers.put(pair.channel, pair.own, pair.theirs, connection)
     except BaseException:
-        close_all(sockets)
+        carriers.close()
         raise
-    return sockets
-
-
-def close_all(sockets: Sequence[Sequence[socket.socket | None]]) -> None:
-    """Closes the sockets of all ranks."""
-    for one in sockets:
-        for link in one:
-            if link is not None:
-                link.close()
+    return carriers
 
 
 def _link(host: str, port: int, link: Link, secret: bytes, facts: Facts) -> socket.socket:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from enginewright.plan import StepSizes
+from enginewright.rank_layout import Channel, RankLayout
 from enginewright.runtime.cache.channel import TransferError, limit_sends
 from enginewright.runtime.device.memory_plan import MemoryPlan
 from enginewright.runtime.step.inputs import StepInputs
@@ -28,12 +29,20 @@ class Settings(msgspec.Struct, frozen=True):
     """The same for all ranks of a group."""
 
     content_hash: str  # hash of the engine file's content, so that all ranks have the same weights
-    size: int  # number of ranks
+    layout: RankLayout  # arrangement of the ranks
+    channels: tuple[Channel, ...]  # all connections of ranks
     memory_plan: MemoryPlan  # sizes of the memory of rank 0
-    slot_bytes: int  # maximum number of bytes of an exchange from one rank
     isa: str  # instruction set, on which the bits of results depend
     threads: int | None  # threads of a rank; None: its machine decides
     mmap: bool  # as in RuntimeConfig
+
+
+class Carrier(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a channel that a rank gets."""
+
+    channel: int  # index of the channel in Settings
+    memory: int | None  # descriptor of the memory over which its ranks exchange; None: they exchange over sockets
+    sockets: tuple[int, ...] = ()  # descriptors of the sockets to the ranks of the channel, and -1 at its own place
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -44,8 +53,7 @@ class Start(msgspec.Struct, frozen=True):
     rank: int  # the rank that gets the message
     threads: int  # its threads
     cpus: tuple[int, ...]  # CPUs to run on; (): any
-    memory: int | None  # descriptor of the memory over which ranks exchange; None: they exchange over sockets
-    sockets: tuple[int, ...] = ()  # descriptors of the sockets to the other ranks, and -1 at its own place
+    carriers: tuple[Carrier, ...]  # its ends of channels
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -61,6 +69,7 @@ class Link(msgspec.Struct, frozen=True, tag="link"):
     group: bytes  # the group's name, so that nothing of an earlier group is taken for one of this group
     from_rank: int  # the rank that connects
     to_rank: int  # the rank that it connects to
+    channel: int  # index of the channel in Settings
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from enginewright.runtime import env
 from enginewright.runtime.cache.channel import Channel, Facts, TransferError, read_secret
 from enginewright.runtime.device.ranks.member import RankLostError
-from enginewright.runtime.device.ranks.mesh import Listener, close_all, connect, facts_of, join, ranks_of_node
+from enginewright.runtime.device.ranks.mesh import Listener, connect, facts_of, join, pairs_with, ranks_of_node
 from enginewright.runtime.device.ranks.messages import (
     MAX_BYTES,
     Assemble,
@@ -148,18 +148,15 @@ class _Membership:
     def _start(self, order: Assemble) -> Watch:
         assert self._listener is not None, "join has called _listen"
         settings, nodes = order.settings, ((self._host, self._port), *order.nodes[1:])
-        own = ranks_of_node(self._node, len(nodes), settings.size)
-        higher = range(own.stop, settings.size)
-        self._listener.expect(order.group, [(theirs, rank) for theirs in higher for rank in own])
-        sockets = connect(nodes, self._node, settings.size, order.group, self._secret, self._facts, self._listener)
+        own = ranks_of_node(self._node, len(nodes), settings.layout.size)
+        self._listener.expect(order.group, pairs_with(settings.channels, own, range(own.stop, settings.layout.size)))
+        carriers = connect(nodes, self._node, settings, order.group, self._secret, self._facts, self._listener)
         threads = self._threads or env.num_threads() or settings.threads
         try:
             suffix = f" on node {self._node}"
-            processes = start_processes(
-                replace(settings, threads=threads), str(self._path), own, sockets=sockets, suffix=suffix
-            )
+            processes = start_processes(replace(settings, threads=threads), str(self._path), own, carriers, suffix)
         finally:
-            close_all(sockets)  # the processes have them now
+            carriers.close()  # the processes have them now
         return Watch(processes, lambda: None, self._failed)
 
     def _failed(self, member: Member | None, failed: Failed) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from collections.abc import Sequence
 from enginewright.errors import EngineError
 from enginewright.runtime.cache.channel import Channel, read_secret
 from enginewright.runtime.config import RuntimeConfig
-from enginewright.runtime.device.ranks.mesh import Answer, Listener, connect, facts_of, ranks_of_node
+from enginewright.runtime.device.ranks.carriers import Carriers
+from enginewright.runtime.device.ranks.mesh import Answer, Listener, connect, facts_of, pairs_with, ranks_of_node
 from enginewright.runtime.device.ranks.messages import Accepted, Assemble, Join, Refused, Settings, encode
 from enginewright.runtime.engine import Engine
 
@@ -104,7 +104,7 @@ class Nodes:
             nodes, self._joined = [self._joined[number] for number in sorted(self._joined)], {}
         return nodes
 
-    def assemble(self, nodes: Sequence[Node], settings: Settings) -> list[list[socket.socket | None]]:
+    def assemble(self, nodes: Sequence[Node], settings: Settings) -> Carriers:
         """Connects all ranks with each other, and lets the machines start theirs.
 
         Args:
@@ -112,14 +112,14 @@ class Nodes:
             settings: the same for all ranks.
 
         Returns:
-            For each rank of this machine, sockets to all ranks, and None at its own place.
+            The carriers of the ranks of this machine. They are the caller's to close.
 
         Raises:
             RankLostError: a machine is lost.
         """
-        count, size = self._config.nnodes, settings.size
-        own = ranks_of_node(0, count, size)
-        self._listener.expect(self._group, [(theirs, rank) for theirs in range(len(own), size) for rank in own])
+        size = settings.layout.size
+        own = ranks_of_node(0, self._config.nnodes, size)
+        self._listener.expect(self._group, pairs_with(settings.channels, own, range(own.stop, size)))
         addresses = (("", 0), *((one.host, one.port) for one in nodes))
         order = encode(Assemble(settings, self._group, addresses))
         for node in nodes:
@@ -127,7 +127,7 @@ class Nodes:
                 node.frames.send(order)
             except OSError as error:
                 raise EngineError(f"{node.name} has gone", error.strerror or str(error)) from error
-        return connect(addresses, 0, size, self._group, self._secret, self._facts, self._listener)
+        return connect(addresses, 0, settings, self._group, self._secret, self._facts, self._listener)
 
     def close(self) -> None:
         """Frees the port, and refuses machines that have joined and are not yet the caller's."""
@@ -154,7 +154,7 @@ class Nodes:
                 return Refused(f"node {join.node} has joined already, perhaps from another machine", is_final=False)
             channel.send(encode(Accepted()))
             channel.keep()
-            first = ranks_of_node(join.node, count, self._config.tensor_parallel_size).start
+            first = ranks_of_node(join.node, count, self._config.num_ranks).start
             self._joined[join.node] = Node(join.node, first, channel, join.port)
             logger.info("%s has joined", self._joined[join.node].name)
             self._changed.notify_all()

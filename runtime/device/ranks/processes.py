@@ -10,13 +10,12 @@ from contextlib import suppress
 
 from enginewright.errors import EngineError
 from enginewright.runtime.device.machine import cpus_of_ranks, num_cores
+from enginewright.runtime.device.ranks.carriers import Carriers
 from enginewright.runtime.device.ranks.messages import Pipe, Settings, Start, encode
 from enginewright.runtime.env import worker_environment
 
 WORKER = "enginewright.runtime.device.ranks.worker"
 END_TIMEOUT_S = 2.0  # maximum seconds until a process has ended by itself
-
-Sockets = Sequence[socket.socket | None]  # those of a rank to the others, and None at its own place
 
 
 class RankProcess:
@@ -32,7 +31,8 @@ class RankProcess:
     def __init__(self, name: str, start: Start) -> None:
         self.name, self.rank = name, start.rank
         mine, theirs = socket.socketpair()
-        descriptors = [one for one in (start.memory, *start.sockets) if one is not None and one >= 0]
+        ends = [end for carrier in start.carriers for end in (carrier.memory, *carrier.sockets)]
+        descriptors = [one for one in ends if one is not None and one >= 0]
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -84,9 +84,7 @@ def start_processes(
     settings: Settings,
     path: str,
     ranks: range,
-    *,
-    memory: int | None = None,
-    sockets: Sequence[Sockets] = (),
+    carriers: Carriers,
     suffix: str = "",
 ) -> list[RankProcess]:
     """Starts the ranks of this machine.
@@ -95,8 +93,7 @@ def start_processes(
         settings: the same for all ranks of the group.
         path: path of the engine file.
         ranks: the ranks of this machine. Rank 0 is not started: it is the process with the scheduler.
-        memory: descriptor of the memory over which they exchange; None: they exchange over sockets.
-        sockets: the sockets of each of `ranks`.
+        carriers: the carriers of `ranks`.
         suffix: end of their names.
 
     Raises:
@@ -109,8 +106,7 @@ def start_processes(
         for index, rank in enumerate(ranks):
             if rank == 0:
                 continue
-            own = [-1 if one is None else one.fileno() for one in sockets[index]] if sockets else []
-            start = Start(settings, os.path.abspath(path), rank, threads, cpus[index], memory, tuple(own))
+            start = Start(settings, os.path.abspath(path), rank, threads, cpus[index], carriers.of_rank(rank))
             started.append(RankProcess(f"rank {rank}{suffix}", start))
     except OSError as error:
         end_processes(started)

@@ -7,16 +7,15 @@ import socket
 import sys
 import threading
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 
-from enginewright import _cpu
 from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.cache.channel import TransferError
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
-from enginewright.runtime.device.ranks.member import TIMEOUT_S, RankLostError, Ranks
+from enginewright.runtime.device.ranks.carriers import channels_of, open_exchanges
+from enginewright.runtime.device.ranks.member import RankLostError, Ranks
 from enginewright.runtime.device.ranks.messages import (
     MAX_BYTES,
     Failed,
@@ -92,26 +91,18 @@ def _open(start: Start) -> CpuExecutor:
     settings = start.settings
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)  # before threads compute: their memory is then that of these CPUs
-    exchange = _exchange(start)
+    exchanges = open_exchanges(settings.channels, start.rank, start.carriers)
+    for carrier in start.carriers:
+        for descriptor in (carrier.memory, *carrier.sockets):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
     engine = Engine.open(start.path, "cpu")
     if engine.manifest.content_hash != settings.content_hash:
         raise CorruptEngineError(f"{start.path} is another engine than rank 0 has", "its content hash differs")
     config = RuntimeConfig(isa=settings.isa, threads=start.threads, mmap=settings.mmap)
-    return CpuExecutor(engine, config, ranks=Ranks(exchange, settings.memory_plan, start.rank, settings.size))
-
-
-def _exchange(start: Start) -> Any:
-    """Opens the exchange with the other ranks, which keeps no descriptor that this process was given."""
-    settings = start.settings
-    if start.memory is not None:
-        exchange: Any = _cpu.SharedRanks(start.memory, start.rank, settings.size, settings.slot_bytes, TIMEOUT_S)
-        os.close(start.memory)
-    else:
-        exchange = _cpu.SocketRanks(start.sockets, start.rank, settings.slot_bytes, TIMEOUT_S)
-        for descriptor in start.sockets:
-            if descriptor >= 0:
-                os.close(descriptor)
-    return exchange
+    channels = channels_of(settings.channels, start.rank)
+    ranks = Ranks(exchanges, channels, settings.memory_plan, start.rank, settings.layout)
+    return CpuExecutor(engine, config, ranks=ranks)
 
 
 if __name__ == "__main__":

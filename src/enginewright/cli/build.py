@@ -182,6 +182,13 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     default=1,
     help="With --dry-run, say which part each of this many processes would have.",
 )
+@output_section(
+    "--pipeline-parallel-size",
+    "-pp",
+    type=CountType(),
+    default=1,
+    help="The same for this many stages of layers, each of --tensor-parallel-size processes.",
+)
 @JSON_OPTION
 def build(
     model: str,
@@ -203,6 +210,7 @@ def build(
     builder_id: str | None,
     dry_run: bool,
     tensor_parallel_size: int,
+    pipeline_parallel_size: int,
     draft: str | None,
     as_json: bool,
     **settings: Any,
@@ -216,6 +224,7 @@ def build(
     from enginewright.builder.commands import build_model
     from enginewright.builder.console import describe
     from enginewright.builder.gate import parse_gate
+    from enginewright.rank_layout import RankLayout
 
     config = BuildConfig(
         quant=chosen_quant(quant, **settings),
@@ -241,7 +250,7 @@ def build(
         adapters=adapters,
         draft=draft,
         dry_run=dry_run,
-        ranks=tensor_parallel_size,
+        layout=RankLayout(tensor_parallel_size, pipeline_parallel_size),
         requires_kv_dtype=requires_kv_dtype,
     )
     show_report(made, None if as_json else describe, err=True)

@@ -35,16 +35,31 @@ SIGNATURE_OPTION = section("Signature")(
     default=1,
     help="Show which part of the weights and of the KV cache each of this many processes has.",
 )
+@output_section(
+    "--pipeline-parallel-size",
+    "-pp",
+    type=CountType(),
+    default=1,
+    help="The same for this many stages of layers, each of --tensor-parallel-size processes.",
+)
 @output_section("--sections", is_flag=True, help="List every section of the file, with its size and format.")
 @JSON_OPTION
-def inspect(engine: Path, memory: int | None, tensor_parallel_size: int, sections: bool, as_json: bool) -> None:
+def inspect(
+    engine: Path,
+    memory: int | None,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    sections: bool,
+    as_json: bool,
+) -> None:
     """Show what is in an engine file, or in an adapter file.
 
     That is the model, how it was built, what the quality gate measured, and how many sequences fit into memory.
     """
+    from enginewright.rank_layout import RankLayout
     from enginewright.runtime.commands.inspect import describe, summarize
 
-    summary = summarize(engine, memory, tensor_parallel_size)
+    summary = summarize(engine, memory, RankLayout(tensor_parallel_size, pipeline_parallel_size))
     show(summary, None if as_json else partial(describe, every_section=sections))
 
 

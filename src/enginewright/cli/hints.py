@@ -46,10 +46,6 @@ _BY_BUILD = "Formats are chosen when the engine is built: engine build MODEL --q
 OPTIONS: Mapping[str, str] = {
     name: hint
     for names, hint in (
-        (
-            "--pipeline-parallel-size -pp",
-            "Layers are not divided among devices yet: --tensor-parallel-size cuts each layer.",
-        ),
         ("--node-rank -r --headless", "This machine is node 0; the others run engine worker with --node-rank."),
         ("--data-parallel-size -dp", "Run several servers behind engine route."),
         ("--enable-expert-parallel -ep", "--tensor-parallel-size divides layers of experts by experts: leave it out."),

@@ -83,6 +83,7 @@ LIMITS = (
     "speculate_tokens",
     "device",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "nnodes",
     "master_addr",
     "master_port",
@@ -147,12 +148,20 @@ LIMIT_OPTIONS = with_options(
         help="Number of processes that compute the model together on CPUs, each a part of every layer: one for each "
         "socket of a machine. --threads is then for each process. Answers are bit for bit the same for any number.",
     ),
+    _machine(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=CountType(),
+        default=1,
+        help="Number of stages of layers, each of --tensor-parallel-size processes. Sequences pass through them in "
+        "groups. It is for machines with a slow network, since little moves between stages.",
+    ),
     nodes_section(
         "--nnodes",
         type=CountType(),
         default=1,
-        help="Number of machines among which the processes of --tensor-parallel-size are divided evenly. This one is "
-        "node 0; each other one runs `engine worker` with the same engine file.",
+        help="Number of machines among which the processes of --tensor-parallel-size and --pipeline-parallel-size are "
+        "divided evenly. This one is node 0; each other one runs `engine worker` with the same engine file.",
     ),
     nodes_section(
         "--master-addr",

@@ -25,6 +25,7 @@ NOT_IN_RECIPES = (
     "dump_graphs",
     "dry_run",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "json",
     "list_models",
 )  # options that belong to one run of the command
