@@ -351,7 +351,10 @@ def test_formats_of_other_programs_are_answered_with_ours(typed: str, meant: str
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("run x --tensor-paralel-size 2", "Did you mean '--tensor-parallel-size'?"),
+        (
+            "run x --tensor-paralel-size 2",
+            "(Did you mean one of: '--pipeline-parallel-size', '--tensor-parallel-size'?)",
+        ),
         ("run x -dp 2", "Run several servers behind engine route."),
         (
             "run x --enable-expert-parallel",

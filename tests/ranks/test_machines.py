@@ -18,7 +18,7 @@ from enginewright.builder.build import BuildConfig, build_engine
 from enginewright.errors import EngineError
 from enginewright.runtime.cache.channel import Channel, TransferError
 from enginewright.runtime.device.ranks import nodes as nodes_module
-from enginewright.runtime.device.ranks.mesh import MAGIC, Listener, ask, facts_of
+from enginewright.runtime.device.ranks.mesh import MAGIC, Listener, Pair, ask, facts_of
 from enginewright.runtime.device.ranks.messages import Join, Link, Refused
 from enginewright.runtime.engine import Engine
 from tests.helpers.machines import WorkerNode, all_ranks, group_limits, wait_until_none_is_left, workers
@@ -234,11 +234,12 @@ def test_links_of_another_group() -> None:
     """A rank of an earlier group, or with another number, is no rank of this one."""
     group, earlier = os.urandom(32), os.urandom(32)
     with closing(listener()) as server:
-        server.expect(group, [(2, 0), (3, 0)])
+        server.expect(group, [Pair(5, 2, 0), Pair(5, 3, 0)])
         for link, why in (
-            (Link(earlier, 2, 0), "a rank of another group connects"),
-            (Link(group, 2, 1), "rank 2 does not belong to rank 1"),
-            (Link(group, 4, 0), "rank 4 does not belong to rank 0"),
+            (Link(earlier, 2, 0, 5), "a rank of another group connects"),
+            (Link(group, 2, 1, 5), "rank 2 does not belong to rank 1"),
+            (Link(group, 4, 0, 5), "rank 4 does not belong to rank 0"),
+            (Link(group, 2, 0, 4), "rank 2 does not belong to rank 0"),  # over another channel
         ):
             with closing(connected(server)) as channel:
                 answered = ask(channel, link)
@@ -246,17 +247,17 @@ def test_links_of_another_group() -> None:
         own = []
         for rank in (2, 3):
             channel = connected(server)
-            assert not isinstance(ask(channel, Link(group, rank, 0)), Refused)
+            assert not isinstance(ask(channel, Link(group, rank, 0, 5)), Refused)
             own.append(channel.release())
             with closing(connected(server)) as second:
-                assert isinstance(ask(second, Link(group, rank, 0)), Refused)
+                assert isinstance(ask(second, Link(group, rank, 0, 5)), Refused)
         links = server.links(time.monotonic() + 10)
-        assert sorted(links) == [(2, 0), (3, 0)]
+        assert sorted(links) == [(5, 2, 0), (5, 3, 0)]
         for rank, mine in zip((2, 3), own, strict=True):
             mine.sendall(b"%d" % rank)
-            assert links[rank, 0].recv(10) == b"%d" % rank
+            assert links[Pair(5, rank, 0)].recv(10) == b"%d" % rank
             mine.close()
-            links[rank, 0].close()
+            links[Pair(5, rank, 0)].close()
 
 
 def test_a_machine_that_is_not_node_0() -> None:

@@ -96,7 +96,7 @@ def test_sizes_that_are_refused(limits: dict[str, int], why: str) -> None:
 
 
 def test_what_does_not_work_with_stages_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--pipeline-parallel-size do not work with --kv-cache-disk yet"):
+    with pytest.raises(UsageError, match="--pipeline-parallel-size does not work with --kv-cache-disk yet"):
         LLM(tiny_engine(), pipeline_parallel_size=2, kv_cache_disk=1 << 20, kv_cache_dir=str(tmp_path), **LIMITS)
 
 

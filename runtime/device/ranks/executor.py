@@ -134,10 +134,11 @@ def _check_options(config: RuntimeConfig) -> None:
         "--kv-cache-remote or --kv-cache-share": config.shares_kv_cache,
         "--kv-role": config.kv_role is not None,
     }
+    ranks = "--tensor-parallel-size" if config.tensor_parallel_size > 1 else "--pipeline-parallel-size"
     for option, is_wanted in wanted.items():
         if is_wanted:
             raise UsageError(
-                f"--tensor-parallel-size and --pipeline-parallel-size do not work with {option} yet",
+                f"{ranks} does not work with {option} yet",
                 "each rank has a part of the KV cache, and of what adapters change",
                 "Leave one of them out.",
             )
