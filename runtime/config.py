@@ -11,7 +11,7 @@ from enginewright.runtime.count import format_bytes
 TEXTS = (
     *("isa", "device", "speculate", "kv_events", "kv_events_replay", "kv_events_topic", "kv_cache_dir"),
     *("kv_cache_remote", "kv_cache_listen", "kv_role", "kv_listen", "kv_secret_file"),
-    *("master_addr", "secret_file"),
+    *("master_addr", "secret_file", "distributed_executor_backend"),
 )
 BYTES = ("kv_cache_memory", "kv_cache_disk", "kv_cache_share", "grammar_memory")
 FLAGS = ("enable_prefix_caching", "enable_lora", "mmap")  # limits that are True or False
@@ -20,6 +20,7 @@ S3, TCP = "s3://", "tcp://"  # what kv_cache_remote begins with
 SPECULATE = ("off", NGRAM, *ROLES)
 MIN_GRAMMAR_MEMORY = 64 << 20  # bytes; one grammar usually takes 4 MiB, and may take a sixteenth of the memory
 MAX_RANKS = 64  # maximum number of ranks
+MP, RAY = "mp", "ray"  # other machines of an engine: those that run `engine worker`, or nodes of a Ray cluster
 MASTER_PORT = 29501  # default port where the machines of ranks find each other, as vLLM has it
 MAX_DRAFT_TOKENS = 32  # maximum number of draft tokens of a sequence in a step
 
@@ -75,6 +76,7 @@ class RuntimeConfig:
     master_addr: str | None = None  # address of this machine where the others (`engine worker`) reach it
     master_port: int = MASTER_PORT  # TCP port of this address
     secret_file: str | None = None  # file of the secret that these machines know
+    distributed_executor_backend: str | None = None  # RAY: they are nodes of a Ray cluster; None or MP: `engine worker`
     grammar_memory: int = 256 << 20  # bytes of compiled grammars for structured outputs, at least MIN_GRAMMAR_MEMORY
 
     def __post_init__(self) -> None:
@@ -119,10 +121,16 @@ class RuntimeConfig:
     def _check_nodes(self) -> None:
         if self.master_port > 65535:
             raise UsageError(f"master_port is {self.master_port}", "it must be 65535 or less")
+        backend = self.distributed_executor_backend
+        if backend not in (None, MP, RAY):
+            raise UsageError(f"distributed_executor_backend is {shorten(backend)}", f"it must be {MP} or {RAY}")
         if self.nnodes == 1:
-            for name in ("master_addr", "secret_file"):
-                if getattr(self, name) is not None:
-                    raise UsageError(f"{name} needs nnodes", "no other machine is waited for without it")
+            given = {"master_addr": self.master_addr, "secret_file": self.secret_file}
+            uses = [name for name, value in given.items() if value is not None]
+            if backend == RAY:
+                uses.append(f"distributed_executor_backend {RAY}")
+            if uses:
+                raise UsageError(f"{uses[0]} needs nnodes", "no other machine is waited for without it")
             return
         if self.num_ranks % self.nnodes:
             sizes = f"tensor_parallel_size {self.tensor_parallel_size}"
@@ -133,12 +141,18 @@ class RuntimeConfig:
                 "each machine runs the same number of processes",
                 f"Use a multiple of {self.nnodes}.",
             )
-        if self.master_addr is None:
-            fix = "Give the address of this machine by which the others reach it."
-            raise UsageError("nnodes needs master_addr", "this machine has to be found by the others", fix)
+        self._check_address_and_secret()
+
+    def _check_address_and_secret(self) -> None:
+        fix = "Give the address of this machine by which the others reach it."
         if self.master_addr in ("0.0.0.0", "::", ""):
-            fix = "Give the address of this machine by which the others reach it."
             raise UsageError(f"master_addr is {shorten(self.master_addr)}", "it must be one address", fix)
+        if self.distributed_executor_backend == RAY:
+            if self.secret_file is not None:
+                raise UsageError("secret_file is for engine worker", "the nodes of Ray get a secret of their own")
+            return
+        if self.master_addr is None:
+            raise UsageError("nnodes needs master_addr", "this machine has to be found by the others", fix)
         if self.secret_file is None:
             raise UsageError(
                 "nnodes needs secret_file",
@@ -192,7 +206,13 @@ class RuntimeConfig:
     def on_one_rank(self) -> "RuntimeConfig":
         """These limits for a model that this process computes alone."""
         return replace(
-            self, tensor_parallel_size=1, pipeline_parallel_size=1, nnodes=1, master_addr=None, secret_file=None
+            self,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            nnodes=1,
+            master_addr=None,
+            secret_file=None,
+            distributed_executor_backend=None,
         )
 
     @property

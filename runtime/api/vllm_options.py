@@ -64,7 +64,6 @@ _ENGINE_OPTIONS: Mapping[str, _Option] = {
     "disable_custom_all_reduce": _Option(_ONE_DEVICE, _FLAG),
     "disable_log_requests": _Option("requests of a library are not logged", _FLAG),
     "disable_log_stats": _Option("stats() gives the statistics, and nothing logs them", _FLAG),
-    "distributed_executor_backend": _Option("ranks are processes of this machine", _one_of(None, "mp", "uni")),
     "download_dir": _Option("nothing is downloaded", _or_none(_text)),
     "dtype": _Option(_FORMAT, _one_of("auto", "bfloat16")),
     "enable_chunked_prefill": _Option("long prompts are always read in chunks", _or_none(_FLAG)),

@@ -164,7 +164,6 @@ def test_options_of_vllm_without_effect(engine: Engine, caplog: pytest.LogCaptur
     """Each option is noted once at a harmless value, and refused at others."""
     harmless: dict[str, list[Any]] = {
         "data_parallel_size": [1],
-        "distributed_executor_backend": ["mp"],
         "dtype": ["auto", "bfloat16"],
         "enforce_eager": [True, False],
         "trust_remote_code": [True, False],
@@ -191,7 +190,6 @@ def test_options_of_vllm_without_effect(engine: Engine, caplog: pytest.LogCaptur
             assert said.startswith(f"{name}={given[name]!r} has no effect: ")
     matters: dict[str, list[Any]] = {
         "data_parallel_size": [2, True, "1"],
-        "distributed_executor_backend": ["ray"],
         "dtype": ["float16"],
         "enforce_eager": ["yes"],
         "trust_remote_code": ["no"],

@@ -43,6 +43,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]
 NOTICED_S = 10  # maximum seconds until an engine has failed by a rank that is lost
+RAY: dict[str, Any] = {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "ray"}
 GROUPS = {"one machine": (1, 3), "two machines": (2, 4)}  # machines, ranks
 
 
@@ -393,6 +394,11 @@ def test_several_machines_are_for_one_engine(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}, "nnodes needs secret_file"),
         ({"tensor_parallel_size": 2, "master_addr": "127.0.0.1"}, "master_addr needs nnodes"),
         ({"tensor_parallel_size": 2, "secret_file": "SECRET"}, "secret_file needs nnodes"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "backend ray needs nnodes"),
+        ({"distributed_executor_backend": "uni"}, "distributed_executor_backend is 'uni': it must be mp or ray"),
+        ({**RAY, "secret_file": "SECRET"}, "secret_file is for engine worker"),
+        ({**RAY, "master_addr": "0.0.0.0"}, "it must be one address"),
+        (RAY, "--distributed-executor-backend ray needs Ray"),
         ({"tensor_parallel_size": 2, "master_port": 70000}, "master_port is 70000"),
         (
             {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1", "secret_file": "nowhere"},
@@ -414,9 +420,10 @@ def test_limits_that_do_not_go_with_ranks(
     def start(*_: Any, **__: Any) -> Any:
         raise AssertionError("a process is started")
 
+    engine = tiny_engine()  # a build may start processes
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(UsageError) as caught:
-        LLM(tiny_engine(), **limits)
+        LLM(engine, **limits)
     assert why in str(caught.value)
 
 

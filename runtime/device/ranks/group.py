@@ -81,6 +81,8 @@ class RankGroup:
         if self._nodes is not None:
             self._nodes.close()
         self._watch.close()
+        if self._nodes is not None:
+            self._nodes.end_actors()
         self.ranks.close()
 
     def _start(self, engine: Engine, config: RuntimeConfig) -> tuple[dict[str, Any], Sequence[Member]]:
@@ -99,6 +101,7 @@ class RankGroup:
         except BaseException:
             if self._nodes is not None:
                 self._nodes.close()
+                self._nodes.end_actors()
             for node in joined:
                 node.frames.shutdown()
                 node.close()

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from enginewright.runtime import env
-from enginewright.runtime.cache.channel import Channel, Facts, TransferError, read_secret
+from enginewright.runtime.cache.channel import Channel, Facts, TransferError
 from enginewright.runtime.device.ranks.member import RankLostError
 from enginewright.runtime.device.ranks.mesh import Listener, connect, facts_of, join, pairs_with, ranks_of_node
 from enginewright.runtime.device.ranks.messages import (
@@ -37,7 +37,7 @@ def work(
     master_addr: str,
     master_port: int,
     node_rank: int,
-    secret_file: str,
+    secret: bytes,
     threads: int | None,
     announce: Callable[[str], None],
 ) -> None:
@@ -48,7 +48,7 @@ def work(
         master_addr: address of node 0.
         master_port: its TCP port.
         node_rank: number of this machine, from 1.
-        secret_file: file of the secret of all machines.
+        secret: the secret of all machines.
         threads: threads of each rank; None: those of the environment, of node 0, or the cores here for all ranks here.
         announce: called with a line for people at each change.
 
@@ -56,7 +56,6 @@ def work(
         NodeRefusedError: node 0 does not want this machine.
         EngineError: the engine cannot be opened here.
     """
-    secret = read_secret("--secret-file", secret_file)
     where = f"node 0 at {master_addr}:{master_port}"
     is_waiting = False
     while True:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from enginewright.errors import EngineError
 from enginewright.runtime.cache.channel import Channel, read_secret
-from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.config import RAY, RuntimeConfig
 from enginewright.runtime.device.ranks.carriers import Carriers
 from enginewright.runtime.device.ranks.mesh import Answer, Listener, connect, facts_of, pairs_with, ranks_of_node
 from enginewright.runtime.device.ranks.messages import Accepted, Assemble, Join, Refused, Settings, encode
+from enginewright.runtime.device.ranks.ray_nodes import RayNodes
 from enginewright.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ JOIN_TIMEOUT_S = 600.0  # maximum seconds until all machines have joined
 SILENT_S = 5.0  # seconds of waiting before a warning says for whom
 POLL_S = 0.5  # seconds between two looks for machines that have gone again
 NAME_BYTES = 32  # random bytes of a group's name
+SECRET_BYTES = 32  # random bytes of a secret that no file has
 
 OPTION = "--master-addr"
 
@@ -65,13 +67,27 @@ class Nodes:
     """
 
     def __init__(self, engine: Engine, config: RuntimeConfig) -> None:
-        assert config.master_addr is not None and config.secret_file is not None, "RuntimeConfig requires them"
-        self._config, self._secret = config, read_secret("--secret-file", config.secret_file)
+        self._config = config
+        self._ray = RayNodes(config) if config.distributed_executor_backend == RAY else None
+        if self._ray is None:
+            assert config.master_addr is not None and config.secret_file is not None, "RuntimeConfig requires them"
+            host, port = config.master_addr, config.master_port
+            self._secret = read_secret("--secret-file", config.secret_file)
+        else:
+            host, port = config.master_addr or self._ray.address, 0  # any free port, since actors are told
+            self._secret = os.urandom(SECRET_BYTES)
         self._facts, self._group = facts_of(engine), os.urandom(NAME_BYTES)
         self._changed = threading.Condition()  # of what follows
         self._joined: dict[int, Node] = {}
         self._is_complete = False
-        self._listener = Listener(OPTION, config.master_addr, config.master_port, self._secret, self._facts, self._join)
+        try:
+            self._listener = Listener(OPTION, host, port, self._secret, self._facts, self._join)
+        except BaseException:
+            if self._ray is not None:
+                self._ray.close()
+            raise
+        if self._ray is not None:
+            self._ray.start(engine, host, self._listener.port, self._secret)
 
     def gather(self) -> Sequence[Node]:
         """Waits until all machines have joined.
@@ -86,6 +102,8 @@ class Nodes:
         has_warned = False
         with self._changed:
             while missing := self._missing():
+                if self._ray is not None:
+                    self._ray.check()
                 waited = time.monotonic() - began
                 names = ", ".join(f"node {one}" for one in missing)
                 if waited > JOIN_TIMEOUT_S:
@@ -136,6 +154,11 @@ class Nodes:
             for node in self._joined.values():
                 node.close()
             self._joined.clear()
+
+    def end_actors(self) -> None:
+        """Ends the actors of a Ray cluster, whose connections nobody watches any more."""
+        if self._ray is not None:
+            self._ray.close()
 
     def _missing(self) -> list[int]:
         """Numbers of the machines that are not there, or have gone again."""

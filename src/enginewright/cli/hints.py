@@ -49,7 +49,6 @@ OPTIONS: Mapping[str, str] = {
         ("--node-rank -r --headless", "This machine is node 0; the others run engine worker with --node-rank."),
         ("--data-parallel-size -dp", "Run several servers behind engine route."),
         ("--enable-expert-parallel -ep", "--tensor-parallel-size divides layers of experts by experts: leave it out."),
-        ("--distributed-executor-backend", "Ranks are processes, on several machines with --nnodes: leave it out."),
         ("--split-mode --tensor-split", "Ranks get equal parts: --tensor-parallel-size."),
         ("--n-gpu-layers --gpu-layers -ngl", "An engine runs on one device as a whole: --device cuda."),
         ("--gpu-memory-utilization --mem-fraction-static", "Set the memory of the KV cache: --kv-cache-memory 8GiB."),

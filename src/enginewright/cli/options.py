@@ -9,7 +9,7 @@ import click
 from enginewright.cli.help import Decorator, section, with_options
 from enginewright.cli.values import BytesType, CountType, JsonObjectType
 from enginewright.quant_methods import QUANT_METHODS
-from enginewright.runtime.config import MASTER_PORT, MAX_DRAFT_TOKENS, SPECULATE
+from enginewright.runtime.config import MASTER_PORT, MAX_DRAFT_TOKENS, MP, RAY, SPECULATE
 
 QUANTS = tuple(QUANT_METHODS)
 
@@ -88,6 +88,7 @@ LIMITS = (
     "master_addr",
     "master_port",
     "secret_file",
+    "distributed_executor_backend",
     "threads",
     "isa",
     "mmap",
@@ -171,6 +172,13 @@ LIMIT_OPTIONS = with_options(
     ),
     MASTER_PORT_OPTION,
     SECRET_FILE_OPTION,
+    nodes_section(
+        "--distributed-executor-backend",
+        type=click.Choice((MP, RAY)),
+        default=MP,
+        help="Kind of the other machines. mp: they run `engine worker`. ray: nodes of the Ray cluster of this machine, "
+        "which need neither --master-addr nor --secret-file, and have the engine file at the same path.",
+    ),
     THREADS_OPTION,
     ISA_OPTION,
     MMAP_OPTION,

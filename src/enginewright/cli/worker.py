@@ -49,6 +49,7 @@ def worker(
     --master-addr and --secret-file. All other settings come from there. The worker waits for that command, and when it
     has ended, for the next one, until SIGTERM or Ctrl-C.
     """
+    from enginewright.runtime.cache.channel import read_secret
     from enginewright.runtime.device.ranks.node import work
     from enginewright.runtime.server.log import STDERR, log_to
 
@@ -58,4 +59,5 @@ def worker(
             "engine worker needs --secret-file", "only machines that know one secret compute together", fix
         )
     with log_to(STDERR, log_level, log_format) as announce:
-        work(engine, master_addr, master_port, node_rank, secret_file, threads, announce)
+        secret = read_secret("--secret-file", secret_file)
+        work(engine, master_addr, master_port, node_rank, secret, threads, announce)
