@@ -56,6 +56,7 @@ class BuildConfig:
     kv_cache_dtype: str = "bf16"  # dtype of the KV cache, one of KV_CACHES
     max_seq_len: int | None = None  # positions of the longest sequence; None is the model's own limit
     max_batch_size: int = 32  # sequences in a step, recorded as the runtime's default
+    rotate: bool = False  # True to rotate activations, so that no channel is far larger than others
     batch_invariant: bool = False  # True if a completion has the same bits in any batch, on GPUs, too
     # source of calibration texts, as in `builder.calibration`; None if the method needs no calibration
     calib_data: str | None = None
@@ -75,7 +76,7 @@ class BuildConfig:
     @property
     def for_draft(self) -> "BuildConfig":
         """Options for the draft."""
-        return replace(self, quant=self.draft_quant or self.quant, draft_quant=None, notes=())
+        return replace(self, quant=self.draft_quant or self.quant, draft_quant=None, rotate=False, notes=())
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class Assembly:
                 "max_seq_len": self.max_seq_len,
                 "max_batch_size": config.max_batch_size,
                 "batch_invariant": config.batch_invariant,
+                **({"rotate": True} if config.rotate else {}),
                 **self.roles,
                 **recipe,
             },
@@ -190,7 +192,7 @@ def assemble(
     kv_dtype = KV_CACHES[config.kv_cache_dtype].name
     first, *others = targets_of(config.targets)
     ragged, results = run_pipeline(
-        model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append, target=first
+        model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append, first, rotate=config.rotate
     )
     graphs = [ragged]
     for target in others:
@@ -207,7 +209,8 @@ def assemble(
     files = _files(checkpoint, plans)
     if embedding is not None:
         files[EMBEDDING] = embedding.encode()
-    files |= _adapter_sites(lowered, dense[0])
+    if not config.rotate:  # adapters are trained for weights that are not rotated
+        files |= _adapter_sites(lowered, dense[0])
     notes = Counter(json.loads(model.metadata_props["enginewright.notes"]))
     notes.update(note for result in results.values() for note in result.notes)
     return Assembly(
@@ -231,7 +234,7 @@ def assemble(
 
 
 def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
-    """Refuses to quantize a checkpoint that is already quantized.
+    """Refuses to quantize or to rotate a checkpoint that is already quantized.
 
     Args:
         checkpoint: the checkpoint.
@@ -247,6 +250,9 @@ def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
             f"the checkpoint is quantized already, as {stored_as}",
             "Leave --quant out to build it as it is, or build from the original checkpoint.",
         )
+    if stored_as is not None and config.rotate:
+        why = f"the checkpoint is quantized already, as {stored_as}"
+        raise UsageError("--rotate is not possible", why, "Leave it out, or build from the original checkpoint.")
 
 
 def with_possible_kv(config: BuildConfig, *models: Mapping[str, Any]) -> BuildConfig:

@@ -105,6 +105,8 @@ def check_draft(checkpoint: Checkpoint, draft: Draft | None, config: BuildConfig
     elif config.draft_quant is not None and config.draft_quant.calibrated:
         what = f"--draft-quant {config.draft_quant.name} is not possible"
         raise UsageError(what, "it has to be calibrated, and the texts are the model's", "Use int4-rtn, for example.")
+    if isinstance(draft, HeadFolder):
+        check_rotation(config, draft.role)
     if not isinstance(draft, None | HeadFolder | FirstLayers | Automatic):
         check_quant(draft, config.for_draft)
         check_tokenizer(checkpoint, draft)
@@ -182,6 +184,21 @@ def with_first_layers(target: Assembly, draft: FirstLayers) -> Assembly:
     )
 
 
+def check_rotation(config: BuildConfig, role: str) -> None:
+    """Checks that a head's model is not rotated.
+
+    Args:
+        config: options of the build.
+        role: role of the head.
+
+    Raises:
+        UsageError: it is.
+    """
+    if config.rotate:
+        why = f"the {role} head was trained for hidden states that are not rotated"
+        raise UsageError("--rotate does not work with this --draft", why, "Leave out one of them.")
+
+
 def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str, Any]) -> Assembly:
     """Adds a head as a draft; the model's own plans then output their hidden states.
 
@@ -193,6 +210,7 @@ def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str,
         head: graph of the head.
         recipe: entry of the recipe.
     """
+    check_rotation(target.config, role)
     method, dense = target.config.for_draft.method.without_data, list[ir.Model]()
     config = replace(target.config, quant=method)
     notes = json.loads(head.graph.metadata_props.get("enginewright.notes", "{}"))

@@ -20,6 +20,7 @@ from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.act_order import SortColumns
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.quant.quantize import Quantize
+from enginewright.passes.quant.rotate import Rotate
 from enginewright.passes.show_hidden import ShowHidden
 from enginewright.passes.to_ragged import ToRagged
 from enginewright.plugins.registry import op_of
@@ -27,7 +28,12 @@ from enginewright.plugins.target import CPU_TARGET, Target
 
 
 def pipeline(
-    quant: QuantConfig, kv_dtype: str = "bf16", calibration: Calibration | None = None, target: Target = CPU_TARGET
+    quant: QuantConfig,
+    kv_dtype: str = "bf16",
+    calibration: Calibration | None = None,
+    target: Target = CPU_TARGET,
+    *,
+    rotate: bool = False,
 ) -> list[Pass]:
     """Lists all passes of a build, in order.
 
@@ -36,6 +42,7 @@ def pipeline(
         kv_dtype: dtype of the KV cache.
         calibration: texts, for methods that need them; None: their choices are left out.
         target: target of the first graph.
+        rotate: true to rotate the residual stream and the values of attention.
     """
     return [
         # These run on standard ONNX, with one dense sequence.
@@ -44,6 +51,7 @@ def pipeline(
         FuseQkv(),
         FuseStateProjections(),
         FuseGateUp(),
+        *((Rotate(),) if rotate else ()),
         # Formats of weights and activations. Passes that observe activations run on standard ops.
         *(
             quant.plan_without_data()
@@ -85,6 +93,8 @@ def run_pipeline(
     calibration: Calibration | None = None,
     keep: Callable[[ir.Model], None] | None = None,
     target: Target = CPU_TARGET,
+    *,
+    rotate: bool = False,
 ) -> tuple[ir.Model, dict[str, PassResult]]:
     """Turns a dense graph into one that has only ops with kernels (and views); the model is changed in place.
 
@@ -97,6 +107,7 @@ def run_pipeline(
         keep: called with a copy of the last graph that can be streamed; its linear layers are those that are quantized,
             and `run_for_target` takes it.
         target: the target.
+        rotate: as for `pipeline`.
 
     Returns:
         The model, and results of the passes by name.
@@ -109,7 +120,7 @@ def run_pipeline(
         if keep is not None and isinstance(following, FuseResidualNorm):
             keep(model.clone())
 
-    results = run_passes(model, pipeline(quant, kv_dtype, calibration, target), dump_graphs, watch)
+    results = run_passes(model, pipeline(quant, kv_dtype, calibration, target, rotate=rotate), dump_graphs, watch)
     _check_kernels(model, results)
     return model, results
 

@@ -171,7 +171,7 @@ def read_sites(file: EngineFile) -> AdapterSites:
     if ADAPTER_SITES not in file.sections:
         raise UsageError(
             f"{file.path} cannot be used with adapters",
-            "it does not generate text, or an older release built it",
+            "it does not generate text, was built with --rotate, or by an older release",
             BUILD_AGAIN,
         )
     return AdapterSites.from_json(file.read_section(ADAPTER_SITES), file.sections)

@@ -216,6 +216,11 @@ def test_what_draft_tokens_without_another_model(folder: Path, draft: str) -> No
     assert remade(engine)["same_bytes"]
 
 
+def test_a_rotated_model(folder: Path) -> None:
+    engine = built(folder / "tiny-llama", folder / "r.engine", "--gate", "off", "--quant", "w8a8", "--rotate")
+    assert remade(engine)["same_bytes"]
+
+
 def test_what_cannot_be_made_again(folder: Path) -> None:
     engine = folder / "x.engine"
     other = copied(engine, folder / "y.engine", {}, builder_version="0.0.1")
