@@ -214,6 +214,44 @@ class SiteAdapter:
     table: bool = False  # True if it is a table of embeddings
     replaced: ReplacedRows | None = None  # rows that are replaced; None: none are
 
+    @classmethod
+    def of(cls, entry: SiteEntry, sections: Sequence[memoryview]) -> "SiteAdapter":
+        """Makes the changes of a site from its entry and the content of its sections.
+
+        Args:
+            entry: the entry.
+            sections: the sections, in the order of `SiteEntry.forms`.
+
+        Raises:
+            CorruptEngineError: rows that are replaced are not in order, or not there.
+        """
+        views = list(sections)
+
+        def factor() -> Factor:
+            return Factor(views.pop(0), views.pop(0) if entry.dtype == "i8" else None)
+
+        a = factor() if entry.rank else Factor(memoryview(b""))
+        pieces = tuple(
+            AdapterPiece(piece.begin, piece.count, piece.rank, piece.first_rank, factor()) for piece in entry.pieces
+        )
+        bias = views.pop(0) if entry.bias else None
+        gain = views.pop(0) if entry.gain else None
+        replaced = ReplacedRows(entry.replaced, views.pop(0), factor()) if entry.replaced else None
+        if replaced is not None:
+            _check_replaced(entry, np.frombuffer(replaced.ids, "<i4"), gain)
+        matrices = entry.experts or tuple(range(entry.heads))
+        sizes = entry.rows, entry.columns, entry.rank
+        return cls(*sizes, a, pieces, bias, gain, matrices, entry.shared, entry.table, replaced)
+
+    def sections(self) -> Sequence[memoryview]:
+        """Lists the content of its sections in the order of `SiteEntry.forms`."""
+        factors = [self.a] if self.rank else []
+        views = [view for factor in (*factors, *(piece.b for piece in self.pieces)) for view in factor]
+        views += [self.bias, self.gain]
+        if self.replaced is not None:
+            views += [self.replaced.ids, *self.replaced.rows]
+        return [view for view in views if view is not None]
+
 
 class AdapterFile:
     """An open adapter, whose matrices are in memory; close its file, or use it in `with`.
@@ -224,6 +262,7 @@ class AdapterFile:
         name: its name.
         content_hash: hash of its content.
         engine_hash: hash of the content of the engine that it is for.
+        entries: the content of `adapter.json`.
         sites: key of a site of the engine → what is changed there.
         invocation_tokens: tokens that invoke it; empty: it is for all tokens.
         max_rank: the largest rank of a layer's matrices.
@@ -234,7 +273,7 @@ class AdapterFile:
         self.file = file
         self.name, self.content_hash = file.manifest.name, file.manifest.content_hash
         self.engine_hash = engine_hash
-        entries = AdapterEntries.from_json(file.read_section(ADAPTER), file.sections)
+        self.entries = entries = AdapterEntries.from_json(file.read_section(ADAPTER), file.sections)
         self.invocation_tokens = entries.invocation_tokens
         self.sites: Mapping[str, SiteAdapter] = MappingProxyType({one.key: self._site(one) for one in entries.sites})
         pieces = (piece for site in self.sites.values() for piece in site.pieces)
@@ -324,23 +363,7 @@ class AdapterFile:
         self.close()
 
     def _site(self, entry: SiteEntry) -> SiteAdapter:
-        views = [memoryview(self.file.read_section(name)) for name in entry.forms()]
-
-        def factor() -> Factor:
-            return Factor(views.pop(0), views.pop(0) if entry.dtype == "i8" else None)
-
-        a = factor() if entry.rank else Factor(memoryview(b""))
-        pieces = tuple(
-            AdapterPiece(piece.begin, piece.count, piece.rank, piece.first_rank, factor()) for piece in entry.pieces
-        )
-        bias = views.pop(0) if entry.bias else None
-        gain = views.pop(0) if entry.gain else None
-        replaced = ReplacedRows(entry.replaced, views.pop(0), factor()) if entry.replaced else None
-        if replaced is not None:
-            _check_replaced(entry, np.frombuffer(replaced.ids, "<i4"), gain)
-        matrices = entry.experts or tuple(range(entry.heads))
-        sizes = entry.rows, entry.columns, entry.rank
-        return SiteAdapter(*sizes, a, pieces, bias, gain, matrices, entry.shared, entry.table, replaced)
+        return SiteAdapter.of(entry, [memoryview(self.file.read_section(name)) for name in entry.forms()])
 
 
 def _check_replaced(entry: SiteEntry, ids: NDArray[np.int32], gain: memoryview | None) -> None:

@@ -347,13 +347,21 @@ class CacheOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
         _require(found, f"{call}.{role} is in no layer's cache")
 
 
-class AdaptersOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="in", tag="adapters"):
-    """The changes of a linear layer by the adapters of a step's rows. No engine file has one (adapter_plan.py)."""
+class AdaptersOperand(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="in", tag="adapters"
+):
+    """The changes of a linear layer by the adapters of a step's rows, or a part of them.
+
+    No engine file has one (adapter_plan.py).
+    """
 
     site: int  # index of the layer among the engine's adapter sites
+    rows: tuple[tuple[int, int], ...] = ()  # as in WeightOperand
+    # Of matrices, one for each expert or head: the first, their number, and of how many; None: all
+    matrices: tuple[int, int, int] | None = None
 
     def check(self, plan: "Plan", call: str, role: str) -> None:
-        """Refuses a site below 0: the executor knows how many there are.
+        """Refuses a site and ranges below 0: the executor knows how many there are.
 
         Args:
             plan: the plan.
@@ -361,6 +369,8 @@ class AdaptersOperand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
             role: role of the operand.
         """
         _require(self.site >= 0, f"{call}.{role} is no adapter site")
+        for first, count in (*self.rows, *([self.matrices[:2]] if self.matrices else [])):
+            _require(first >= 0 and count > 0, f"{call}.{role} has no rows")
 
 
 def cache_of(groups: Sequence[CacheGroup], operand: CacheOperand) -> CacheGroup:

@@ -9,6 +9,10 @@ gathered in fp32 to be added in a fixed order, and other bits for other numbers 
 Attention and recurrences are cut by heads, with their caches, and layers of experts by experts. Kernels without a rule
 are computed whole on each rank. An engine need not be built for ranks: what a rank reads of a weight is a range of its
 bytes in the mapped file.
+
+What adapters add to a layer is cut as its product (adapter_plan.py). Each rank computes A x, whose input it has whole,
+and multiplies the result by the rows of B that belong to its own rows of the weight, or by the matrices of its experts
+or heads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +20,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from enginewright.adapter_plan import GROUP_KERNEL, HEAD_GEMM, HEAD_KERNEL, KERNEL
 from enginewright.plan import (
+    AdaptersOperand,
     BufferOperand,
     CacheGroup,
     CacheOperand,
@@ -98,7 +104,7 @@ def plan_of_rank(plan: Plan, rank: int, size: int, width: Callable[[str], int]) 
     """Makes the plan that one of several ranks runs.
 
     Args:
-        plan: the plan of an engine for CPUs, without adapters.
+        plan: the plan of an engine for CPUs, perhaps with adapters.
         rank: the rank; rank 0 has the outputs.
         size: number of ranks.
         width: number of columns of a weight, by its name.
@@ -218,6 +224,9 @@ class _Cutting:
     def __init__(self, plan: Plan, rank: int, size: int, width: Callable[[str], int]) -> None:
         self.plan, self.rank, self.size, self.width = plan, rank, size, width
         self.calls: list[KernelCall] = []
+        self.adds: KernelCall | None = None  # call that computes what adapters add to the next product
+        self.groups: KernelCall | None = None  # call that groups the rows of the last layer of experts
+        self.grouped: BufferOperand | None = None  # starts of the experts by which these rows are grouped
         self.cuts: dict[int, list[Cut]] = {}  # buffer → columns that are computed in parts
         self.experts: dict[int, Experts] = {}  # buffer → experts whose rows are computed in parts
         self.by_heads = {
@@ -243,6 +252,8 @@ class _Cutting:
             if isinstance(operand, BufferOperand)
         }
         for call in self.plan.calls:
+            if self._has_set_aside(call):
+                continue
             if not self._cut(call):
                 self._whole(call)
             for index, experts in list(self.experts.items()):
@@ -426,12 +437,50 @@ class _Cutting:
         if columns.columns == self.plan.buffers[operand.index].columns:
             self.experts.pop(operand.index, None)
 
+    # Adapters
+
+    def _has_set_aside(self, call: KernelCall) -> bool:
+        """Sets a call for adapters aside until the product is cut. Returns False if it is no such call."""
+        if call.kernel == GROUP_KERNEL:
+            self.groups, self.grouped = call, None
+        elif call.kernel in (KERNEL, HEAD_KERNEL):
+            self.adds = call
+        else:
+            return False
+        return True
+
+    def _append(self, call: KernelCall) -> None:
+        """Appends a call; before a product with adapters those that compute what they add to this rank's part of it.
+
+        Args:
+            call: the call, for this rank's rows or matrices of a weight.
+        """
+        delta, adapters = call.operands.get("delta"), call.operands.get("adapters")
+        if isinstance(delta, BufferOperand) and isinstance(adapters, AdaptersOperand):
+            part, columns = _part_of_adapters(call, adapters, delta.columns)
+            changed: dict[str, Operand] = {"adapters": part, "delta": BufferOperand(delta.index, 0, columns)}
+            self._append_groups(call, part)
+            assert self.adds is not None, "with_adapters has put it before the product"
+            read = {role: call.operands[role] for role in ("x", "x_scale") if role in self.adds.operands}
+            self.calls.append(replace(self.adds, operands={**self.adds.operands, **read, **changed}))
+            call = replace(call, operands={**call.operands, **changed})
+        self.calls.append(call)
+
+    def _append_groups(self, call: KernelCall, part: AdaptersOperand) -> None:
+        """Appends the call that groups the rows of a layer of experts, unless it has grouped those of these experts."""
+        starts = call.operands.get("starts")
+        if isinstance(starts, BufferOperand) and starts != self.grouped:
+            assert self.groups is not None, "with_adapters has put it before the product"
+            operands = {**self.groups.operands, "starts": starts, "adapters": part}
+            self.calls.append(replace(self.groups, operands=operands))
+            self.grouped = starts
+
     # Rules
 
     def _whole(self, call: KernelCall) -> None:
         """Computes a call on each rank."""
         self._gather_inputs(call)
-        self.calls.append(call)
+        self._append(call)
         for role in outputs(call):
             self._written(_buffer(call, role))
 
@@ -451,7 +500,7 @@ class _Cutting:
                 for role, operand in call.operands.items()
             }
             operands["out"] = BufferOperand(out.index, begin, columns)
-            self.calls.append(replace(call, operands=operands, cost=_share(call.cost, columns, out.columns)))
+            self._append(replace(call, operands=operands, cost=_share(call.cost, columns, out.columns)))
         self._written(out, [piece for piece in pieces if isinstance(piece, Cut)])
         return True
 
@@ -479,7 +528,7 @@ class _Cutting:
             for role, operand in call.operands.items()
         }
         operands["starts"] = BufferOperand(starts.index, starts.column + first, count + 1)
-        self.calls.append(replace(call, operands=operands, cost=_share(call.cost, count, experts.num_experts)))
+        self._append(replace(call, operands=operands, cost=_share(call.cost, count, experts.num_experts)))
         self._written(out)
         self.experts[out.index] = experts
         return True
@@ -606,7 +655,7 @@ class _Cutting:
                 operands[role] = replace(weight, rows=((first * each, mine * each),))
         if isinstance(partials := operands.get("partials"), BufferOperand):
             operands["partials"] = replace(partials, column=0)  # a buffer of its own, which no other kernel reads
-        self.calls.append(replace(call, operands=operands, attributes=attributes, cost=_share(call.cost, mine, heads)))
+        self._append(replace(call, operands=operands, attributes=attributes, cost=_share(call.cost, mine, heads)))
         for role in outputs(call):
             self._written(_buffer(call, role), [cuts[role]] if role != "partials" else [])
         return True
@@ -620,6 +669,28 @@ def _buffer(call: KernelCall, role: str) -> BufferOperand:
     operand = call.operands[role]
     assert isinstance(operand, BufferOperand), f"{role} of {call.kernel} is a buffer"
     return operand
+
+
+def _part_of_adapters(call: KernelCall, adapters: AdaptersOperand, columns: int) -> tuple[AdaptersOperand, int]:
+    """Finds the part of a site that a product with a part of its weight has.
+
+    Args:
+        call: the product.
+        adapters: the whole site.
+        columns: columns of what its adapters add to the whole product.
+
+    Returns:
+        The part, and the columns of what adapters add to it.
+    """
+    weight = call.operands["weight"]
+    assert isinstance(weight, WeightOperand), "it is that of a linear layer"
+    if call.kernel.startswith(HEAD_GEMM) and weight.rows:
+        ((begin, rows),) = weight.rows
+        heads = int(call.attributes["heads"])
+        each = rows // heads
+        return replace(adapters, matrices=(begin // each, heads, columns // each)), rows
+    rows = sum(count for _, count in weight.rows) if weight.rows else columns
+    return replace(adapters, rows=weight.rows, matrices=weight.matrices), rows
 
 
 def outputs(call: KernelCall) -> tuple[str, ...]:

@@ -8,13 +8,18 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from enginewright import _cpu
+from enginewright.adapter_file import AdapterFile
 from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.adapters import model_plan
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.memory_plan import plan_memory
+from enginewright.runtime.device.ranks.adapters import AdapterReceiver, messages_of
 from enginewright.runtime.device.ranks.carriers import channels_of
 from enginewright.runtime.device.ranks.member import Ranks, weight_sizes
-from enginewright.runtime.device.ranks.messages import Step
+from enginewright.runtime.device.ranks.messages import Order, Ping, Step, UnloadAdapter, decode, encode
 from enginewright.runtime.device.ranks.results import Results
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
@@ -34,9 +39,9 @@ class RanksInThreads(CpuExecutor):
     def __init__(
         self, engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        layout = config.rank_layout
-        plan = plan_memory(engine.plan, config)
-        channels = layout.sized_channels(engine.plan, plan.limits, weight_sizes(engine))
+        layout, whole = config.rank_layout, model_plan(engine, config)
+        plan = plan_memory(whole, config)
+        channels = layout.sized_channels(whole, plan.limits, weight_sizes(engine))
         exchanges: list[dict[str, _cpu.Ranks]] = [{} for _ in range(layout.size)]
         for channel in channels:
             for rank, exchange in zip(
@@ -47,6 +52,7 @@ class RanksInThreads(CpuExecutor):
             Ranks(own, channels_of(channels, rank), plan, rank, layout) for rank, own in enumerate(exchanges)
         ]
         self.others = [CpuExecutor(engine, config, ranks=ranks) for ranks in others]
+        self._receivers = [AdapterReceiver(other) for other in self.others]
         self._threads = ThreadPoolExecutor(max(len(others), 1))
         super().__init__(engine, config, weights, mine)
         self._results = Results(engine.plan, mine, self.isa) if layout.pipeline > 1 else None
@@ -70,6 +76,23 @@ class RanksInThreads(CpuExecutor):
         for one in running:
             one.result()
         return outputs
+
+    def load_adapter(self, slot: int, adapter: AdapterFile) -> None:
+        """Loads an adapter on all ranks, which get it as messages."""
+        for message in messages_of(slot, adapter):
+            self._send(encode(message))
+        super().load_adapter(slot, adapter)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empties a slot on all ranks."""
+        self._send(encode(UnloadAdapter(slot)))
+        super().unload_adapter(slot)
+
+    def _send(self, message: bytes) -> None:
+        for receiver in self._receivers:
+            order = decode(message, msgspec.msgpack.Decoder(Order))
+            assert not isinstance(order, Step | Ping)
+            receiver.follow(order)
 
     def close(self) -> None:
         """Ends the threads."""

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginewright import _cpu
-from enginewright.adapter_file import AdapterFile
+from enginewright.adapter_file import AdapterFile, SiteAdapter
 from enginewright.adapter_plan import max_site_rank, max_top
-from enginewright.adapter_sites import Site
 from enginewright.dtypes import KV_CACHES
 from enginewright.engine_header import ALIGN
 from enginewright.errors import CorruptEngineError, EngineError, NoCodeForMachineError, NotEnoughMemoryError, UsageError
@@ -37,6 +36,7 @@ from enginewright.runtime.cache.kind import Copies
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.adapters import model_plan, num_slots
+from enginewright.runtime.device.cpu.adapter_parts import part_of_site, size_of_part
 from enginewright.runtime.device.cpu.weight_parts import part_of_weight
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import plan_memory
@@ -102,8 +102,8 @@ class CpuExecutor:
                 for group, count in zip(self.plan.caches, self.memory_plan.num_blocks, strict=True)
             ]
             self.place_memory = [HostPlaces(pool) for pool in self.pools]
-            self._site_index = {site.key: index for index, site in enumerate(sites)}
-            self._adapters = self._open_adapters(sites, config) if sites else None
+            self._sites, self._parts = sites, _adapter_parts(self.plan.calls)
+            self._adapters = self._open_adapters(config) if sites else None
             self._executor = _cpu.Executor(self.isa, self.threads, self.memory_plan.limits.counts, inputs, arena_bytes)
             for call in self.plan.calls:
                 self._add(call)
@@ -151,25 +151,27 @@ class CpuExecutor:
             slot: the slot.
             adapter: the adapter, which fits the engine (`AdapterFile.check_fits`).
         """
+        self.load_sites(slot, adapter.sites)
+
+    def load_sites(self, slot: int, sites: Mapping[str, SiteAdapter]) -> None:
+        """Loads what an adapter changes into a slot that no step uses; of each site, what the plan has of it.
+
+        Args:
+            slot: the slot.
+            sites: key of a site → its changes.
+        """
         assert self._adapters is not None, "enable_lora is True"
-        changes = [
-            (
-                self._site_index[key],
-                site.rank,
-                site.a,
-                [(piece.begin, piece.count, piece.rank, piece.first_rank, piece.b) for piece in site.pieces],
-                site.bias,
-                site.gain,
-                site.matrices,
-                site.shared,
-            )
-            for key, site in adapter.sites.items()
-        ]
-        replaced = [
-            (self._site_index[key], site.replaced.count, site.replaced.ids, site.replaced.rows)
-            for key, site in adapter.sites.items()
-            if site.replaced is not None
-        ]
+        changes, replaced = [], []
+        for part, index in self._parts.items():
+            whole = sites.get(self._sites[part.site].key)
+            site = None if whole is None else part_of_site(whole, part)
+            if site is None:
+                continue
+            pieces = [(piece.begin, piece.count, piece.rank, piece.first_rank, piece.b) for piece in site.pieces]
+            factors = site.rank, site.a, pieces
+            changes.append((index, *factors, site.bias, site.gain, site.matrices, site.shared))
+            if site.replaced is not None:
+                replaced.append((index, site.replaced.count, site.replaced.ids, site.replaced.rows))
         self._adapters.load(slot, changes, replaced)
 
     def unload_adapter(self, slot: int) -> None:
@@ -220,16 +222,16 @@ class CpuExecutor:
         buffer, rows = self.plan.buffers[index], self.plan.buffers[index].rows.at(self.memory_plan.limits)
         return self._executor.buffer(self._offsets[index], rows, buffer.columns, buffer.stride, buffer.dtype)
 
-    def _open_adapters(self, sites: Sequence[Site], config: RuntimeConfig) -> _cpu.Adapters:
+    def _open_adapters(self, config: RuntimeConfig) -> _cpu.Adapters:
         limits = self.memory_plan.limits
         return _cpu.Adapters(
-            [(site.rows, site.columns, site.experts or site.heads) for site in sites],
+            [size_of_part(self._sites[part.site], part) for part in self._parts],
             num_slots(self.engine, config),
-            max_site_rank(sites, config.max_lora_rank),
+            max_site_rank(self._sites, config.max_lora_rank),
             limits.tokens,
             limits.logit_rows,
             max_top(self.plan),
-            [index for index, site in enumerate(sites) if site.kind == "table"],
+            [index for part, index in self._parts.items() if self._sites[part.site].kind == "table"],
         )
 
     def _check_weights(self) -> None:
@@ -297,7 +299,7 @@ class CpuExecutor:
                 )
             case AdaptersOperand():
                 assert self._adapters is not None, "with_adapters has added it"
-                return _cpu.OperandSpec.adapters(self._adapters, operand.site)
+                return _cpu.OperandSpec.adapters(self._adapters, self._parts[operand])
             case CacheOperand():
                 group = cache_of(self.plan.caches, operand)
                 places, layer = self.pools[self.plan.caches.index(group)], group.layers.index(operand.layer)
@@ -346,6 +348,13 @@ def _places(group: CacheGroup, count: int) -> _cpu.CacheBlocks | _cpu.StateSlots
         return _cpu.StateSlots(len(group.layers), count, tensors)
     planes = [(plane.name, plane.heads, plane.dim, plane.dtype) for plane in group.planes]
     return _cpu.CacheBlocks(len(group.layers), count, group.block_size, planes)
+
+
+def _adapter_parts(calls: Sequence[KernelCall]) -> Mapping[AdaptersOperand, int]:
+    """Numbers the adapter sites of a plan, or the parts of them that it has, in the order of its calls."""
+    operands = (operand for call in calls for operand in call.operands.values())
+    found = dict.fromkeys(operand for operand in operands if isinstance(operand, AdaptersOperand))
+    return {operand: index for index, operand in enumerate(found)}
 
 
 def _check_dtypes(engine: Engine) -> None:

@@ -8,14 +8,16 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from enginewright.adapter_file import AdapterFile
 from enginewright.errors import EngineError, UsageError
 from enginewright.plan import StepSizes
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.machine import on_cpus
+from enginewright.runtime.device.ranks.adapters import messages_of
 from enginewright.runtime.device.ranks.group import RankGroup
 from enginewright.runtime.device.ranks.member import RankLostError
-from enginewright.runtime.device.ranks.messages import Step
+from enginewright.runtime.device.ranks.messages import Step, UnloadAdapter
 from enginewright.runtime.device.ranks.results import Results
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.step.inputs import StepInputs, StepOutputs
@@ -118,6 +120,25 @@ class RankedExecutor(CpuExecutor):
             raise self._group.reason(error) from error
         return profile
 
+    def load_adapter(self, slot: int, adapter: AdapterFile) -> None:
+        """Loads an adapter on all ranks, as `CpuExecutor.load_adapter`.
+
+        Raises:
+            RankLostError: a rank has ended, or cannot load another one.
+        """
+        for message in messages_of(slot, adapter):
+            self._group.send(message)
+        super().load_adapter(slot, adapter)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empties a slot on all ranks, as `CpuExecutor.unload_adapter`.
+
+        Raises:
+            RankLostError: a rank has ended.
+        """
+        self._group.send(UnloadAdapter(slot))
+        super().unload_adapter(slot)
+
     def watch(self, failed: Callable[[EngineError], None]) -> None:
         """Calls `failed` from another thread if a rank ends."""
         self._group.on_failure(failed)
@@ -129,7 +150,6 @@ class RankedExecutor(CpuExecutor):
 
 def _check_options(config: RuntimeConfig) -> None:
     wanted = {
-        "adapters (--lora-modules, --lora-dir, --lora)": config.enable_lora,
         "--kv-cache-disk": config.kv_cache_disk is not None,
         "--kv-cache-remote or --kv-cache-share": config.shares_kv_cache,
         "--kv-role": config.kv_role is not None,
@@ -139,6 +159,6 @@ def _check_options(config: RuntimeConfig) -> None:
         if is_wanted:
             raise UsageError(
                 f"{ranks} does not work with {option} yet",
-                "each rank has a part of the KV cache, and of what adapters change",
+                "each rank has a part of the KV cache",
                 "Leave one of them out.",
             )

@@ -9,6 +9,7 @@ import msgspec
 from enginewright.errors import EngineError
 from enginewright.runtime import env
 from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.adapters import model_plan, num_slots
 from enginewright.runtime.device.cpu.executor import choose_isa
 from enginewright.runtime.device.machine import cpus_of_ranks
 from enginewright.runtime.device.memory_plan import MemoryPlan, plan_memory
@@ -37,7 +38,7 @@ class RankGroup:
         self._own = ranks_of_node(0, config.nnodes, config.num_ranks)
         threads, isa = config.threads or env.num_threads(), choose_isa(config.isa or env.cpu_isa())
         self.config = replace(config, threads=threads or threads_of_rank(len(self._own)), isa=isa)
-        memory_plan = plan_memory(engine.plan, self.config, engine.weight_bytes)
+        memory_plan = plan_memory(model_plan(engine, config), self.config, engine.weight_bytes)
         self._settings = _settings(engine, config, memory_plan, isa, threads)
         self.cpus = cpus_of_ranks(len(self._own))[0]
         self._tell: Callable[[EngineError], None] | None = None  # what to call when the group fails
@@ -56,7 +57,7 @@ class RankGroup:
         self._watch.wait_until_ready()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends a step to all other ranks.
+        """Sends a step, or something about adapters, to all other ranks.
 
         Raises:
             RankLostError: one of them is lost.
@@ -122,6 +123,7 @@ class RankGroup:
 def _settings(
     engine: Engine, config: RuntimeConfig, memory_plan: MemoryPlan, isa: str, threads: int | None
 ) -> Settings:
-    layout = config.rank_layout
-    channels = layout.sized_channels(engine.plan, memory_plan.limits, weight_sizes(engine))
-    return Settings(engine.manifest.content_hash, layout, channels, memory_plan, isa, threads, config.mmap)
+    layout, limits, content_hash = config.rank_layout, memory_plan.limits, engine.manifest.content_hash
+    channels = layout.sized_channels(model_plan(engine, config), limits, weight_sizes(engine))
+    of_adapters = num_slots(engine, config) if config.enable_lora else 0, config.max_lora_rank
+    return Settings(content_hash, layout, channels, memory_plan, isa, threads, config.mmap, *of_adapters)

@@ -1,8 +1,9 @@
 """Messages between rank 0, which has the scheduler, and the processes and machines of the other ranks, in msgpack.
 
 A process gets one `Start`, then a `Step` for each step, and answers the first one with `Ready`. Now and then it gets a
-`Ping`, which it answers at once, also during a step. It says `Failed` before it ends by an error. Another machine gets
-`Assemble` in place of `Start`, and passes each step on to its processes.
+`Ping`, which it answers at once, also during a step. It says `Failed` before it ends by an error. Between two steps it
+may get an adapter (adapters.py). Another machine gets `Assemble` in place of `Start`, and passes steps and adapters on
+to its processes.
 """
 
 import socket
@@ -13,6 +14,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from enginewright.adapter_file import SiteEntry
 from enginewright.plan import StepSizes
 from enginewright.rank_layout import Channel, RankLayout
 from enginewright.runtime.cache.channel import TransferError, limit_sends
@@ -35,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True):
     isa: str  # instruction set, on which the bits of results depend
     threads: int | None  # threads of a rank; None: its machine decides
     mmap: bool  # as in RuntimeConfig
+    max_loras: int = 0  # number of slots for adapters; 0: the engine is opened without adapters
+    max_lora_rank: int = 64  # as in RuntimeConfig
 
 
 class Carrier(msgspec.Struct, frozen=True, array_like=True):
@@ -152,8 +156,32 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         return StepInputs(StepSizes(dims, self.counts), arrays, self.copies, self.new_blocks)
 
 
+class AdapterData(msgspec.Struct, frozen=True, array_like=True, tag="adapter_data"):
+    """Bytes of an adapter, before its LoadAdapter. A process or machine answers it like a Ping, which may have no time
+    between the messages of a large adapter.
+    """
+
+    content: memoryview  # some bytes of a section
+    is_last: bool  # True if the section ends with them
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):
+    """Loads the adapter, whose sections have come before, into a slot."""
+
+    slot: int  # the slot, which no step uses
+    name: str  # its name, for errors
+    sites: tuple[SiteEntry, ...]  # sites that it changes, in the order of its sections
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="unload_adapter"):
+    """Empties a slot that no step uses."""
+
+    slot: int  # the slot
+
+
+AdapterOrder = AdapterData | LoadAdapter | UnloadAdapter
 Reply = Ready | Pong | Failed  # messages to rank 0, or from a process to its machine
-Order = Step | Ping  # messages from rank 0 after the first one
+Order = Step | Ping | AdapterOrder  # messages from rank 0 after the first one
 
 
 class Frames(Protocol):

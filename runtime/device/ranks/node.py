@@ -15,13 +15,13 @@ from enginewright.runtime.device.ranks.member import RankLostError
 from enginewright.runtime.device.ranks.mesh import Listener, connect, facts_of, join, pairs_with, ranks_of_node
 from enginewright.runtime.device.ranks.messages import (
     MAX_BYTES,
+    AdapterData,
     Assemble,
     Failed,
     Order,
     Ping,
     Pong,
     Ready,
-    Step,
     decode,
     encode,
 )
@@ -139,7 +139,10 @@ class _Membership:
                 match decode(content, decoder):
                     case Ping():
                         self._send(Pong())
-                    case Step():
+                    case AdapterData():
+                        watch.forward(bytes(content))
+                        self._send(Pong())
+                    case _:
                         watch.forward(bytes(content))
         except (OSError, TransferError) as error:
             raise watch.failure or error from error

@@ -14,10 +14,13 @@ from enginewright.errors import CorruptEngineError, EngineError
 from enginewright.runtime.cache.channel import TransferError
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.ranks.adapters import AdapterReceiver, adapter_limits
 from enginewright.runtime.device.ranks.carriers import channels_of, open_exchanges
 from enginewright.runtime.device.ranks.member import RankLostError, Ranks
 from enginewright.runtime.device.ranks.messages import (
     MAX_BYTES,
+    AdapterData,
+    AdapterOrder,
     Failed,
     Order,
     Ping,
@@ -37,13 +40,18 @@ def main() -> None:
     mine = _Connection(Pipe(socket.socket(fileno=int(sys.argv[1]))))
     start = mine.first()
     who = f"rank {start.rank}"
-    steps = mine.steps()  # from now on the process ends with the connection
+    orders = mine.orders()  # from now on the process ends with the connection
     try:
         executor = _open(start)
         names = [entry.name for entry in executor.plan.inputs]
+        adapters = AdapterReceiver(executor)
         mine.send(Ready())
         while True:
-            executor.run(steps.get().inputs(executor.plan.dims, names))
+            match orders.get():
+                case Step() as step:
+                    executor.run(step.inputs(executor.plan.dims, names))
+                case order:
+                    adapters.follow(order)
     except EngineError as error:
         lost = isinstance(error, RankLostError)
         mine.send(Failed(who, error.what, error.why, error.fix, error.exit_code, lost))
@@ -68,21 +76,24 @@ class _Connection:
         with self._sending:
             self._pipe.send(encode(message))
 
-    def steps(self) -> SimpleQueue[Step]:
+    def orders(self) -> SimpleQueue[Step | AdapterOrder]:
         """Reads messages in a thread, which ends the process with the connection, also in the middle of a step."""
-        steps = SimpleQueue[Step]()
-        threading.Thread(target=self._read, args=(steps,), name="steps", daemon=True).start()
-        return steps
+        orders = SimpleQueue[Step | AdapterOrder]()
+        threading.Thread(target=self._read, args=(orders,), name="orders", daemon=True).start()
+        return orders
 
-    def _read(self, steps: SimpleQueue[Step]) -> None:
+    def _read(self, orders: SimpleQueue[Step | AdapterOrder]) -> None:
         decoder = msgspec.msgpack.Decoder(Order)
         try:
             while True:
                 match decode(self._pipe.receive(MAX_BYTES), decoder):
                     case Ping():
                         self.send(Pong())
-                    case Step() as step:
-                        steps.put(step)
+                    case AdapterData() as order:
+                        orders.put(order)
+                        self.send(Pong())
+                    case order:
+                        orders.put(order)
         except (OSError, TransferError):
             os._exit(0)  # nothing needs to be closed: files are mapped, and nobody else reads the shared memory
 
@@ -99,7 +110,7 @@ def _open(start: Start) -> CpuExecutor:
     engine = Engine.open(start.path, "cpu")
     if engine.manifest.content_hash != settings.content_hash:
         raise CorruptEngineError(f"{start.path} is another engine than rank 0 has", "its content hash differs")
-    config = RuntimeConfig(isa=settings.isa, threads=start.threads, mmap=settings.mmap)
+    config = RuntimeConfig(isa=settings.isa, threads=start.threads, mmap=settings.mmap, **adapter_limits(settings))
     channels = channels_of(settings.channels, start.rank)
     ranks = Ranks(exchanges, channels, settings.memory_plan, start.rank, settings.layout)
     return CpuExecutor(engine, config, ranks=ranks)

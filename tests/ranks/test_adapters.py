@@ -1,0 +1,221 @@
+"""Adapters on several ranks: the bits of one process, and what loads and unloads them between steps."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from enginewright.adapter_file import AdapterFile
+from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.engine import Engine
+from enginewright.runtime.scheduler.adapters import AdapterSlots
+from enginewright.runtime.scheduler.scheduler import Scheduler
+from enginewright.runtime.step.sequence import TokenSequence
+from tests.helpers.adapters import prepared, trained
+from tests.helpers.ranks import RanksInThreads, RanksOverSockets
+from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.ranks.test_bits import CUT, HEADS, WIDE
+
+LENGTHS = (1, 2, 33, 61, 110, 9)
+LINEARS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+TOKENS = [(number * 31 + 36) % 200 + 5 for number in range(40)]
+HEAD = ["lm_head", "embed_tokens"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TIED = {**WIDE, **HEADS, "vocab_size": 501, "tie_word_embeddings": True}
+LATENT = ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+DENSE: Sequence[Mapping[str, Any]] = (
+    {"target_modules": LINEARS, "r": 3},
+    {"target_modules": ["k_proj", "up_proj"], "r": 33},
+    {"target_modules": LINEARS, "use_dora": True, "rank_pattern": {"v_proj": 19}},
+)
+# Name → family, what differs from its tiny model, method of its weights, and the adapters.
+CASES: Mapping[str, tuple[str, Mapping[str, Any], str, Sequence[Mapping[str, Any]]]] = {
+    "dense": ("llama", CUT["llama"][1], "bf16", DENSE),
+    "codes of activations": ("llama", CUT["llama"][1], "int8-sq", DENSE),
+    "groups of 4 bits": ("llama", CUT["llama"][1], "int4-rtn", DENSE),
+    "one KV head": ("llama", CUT["one KV head"][1], "int8-wo", DENSE),
+    "tied head": (
+        "llama",
+        TIED,
+        "bf16",
+        [
+            {"target_modules": HEAD, "r": 5},
+            {"target_modules": ["q_proj"], "trainable_token_indices": TOKENS},
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            {"target_modules": ["lm_head"], "r": 17},
+        ],
+    ),
+    "untied head of codes": (
+        "llama",
+        {**TIED, "tie_word_embeddings": False},
+        "int8-wo",
+        [
+            {"target_modules": HEAD, "r": 5},
+            {"target_modules": ["o_proj"], "trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS[:9]}},
+            {"target_modules": ["q_proj"], "modules_to_save": HEAD},
+        ],
+    ),
+    "biases": (
+        "qwen2",
+        {**WIDE, **HEADS},
+        "bf16",
+        [{"target_modules": LINEARS, "bias": "lora_only"}, {"target_modules": ["k_proj"], "use_dora": True}],
+    ),
+    "fused layers": (
+        "phi3",
+        {},
+        "fp8",
+        [{"target_modules": ["qkv_proj", "gate_up_proj"]}, {"target_modules": ["o_proj"]}],
+    ),
+    "experts": (
+        "qwen3_moe",
+        CUT["experts"][1],
+        "bf16",
+        [
+            {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
+            {"target_modules": ["v_proj", "o_proj"], "target_parameters": EXPERTS[1:]},
+        ],
+    ),
+    "experts of codes": (
+        "qwen3_moe",
+        CUT["experts"][1],
+        "w8a8",
+        [{"target_modules": ["q_proj"], "target_parameters": EXPERTS}],
+    ),
+    "shared experts": (
+        "glm4_moe",
+        {},
+        "bf16",
+        [{"target_modules": ["shared_experts.gate_proj", "shared_experts.down_proj"], "target_parameters": EXPERTS}],
+    ),
+    "latent attention": (
+        "deepseek_v3",
+        CUT["latent attention"][1],
+        "bf16",
+        [{"target_modules": LATENT}, {"target_modules": ["kv_b_proj"], "r": 19}, {"target_modules": ["o_proj"]}],
+    ),
+    "gated delta": (
+        "qwen3_next",
+        CUT["gated delta"][1],
+        "bf16",
+        [
+            {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]},
+            {"target_modules": ["in_proj_qkvz"], "use_dora": True},
+        ],
+    ),
+    "states": (
+        "granitemoehybrid",
+        CUT["states"][1],
+        "int8-wo",
+        [{"target_modules": ["in_proj", "out_proj", "q_proj"]}, {"target_modules": ["o_proj"], "use_dora": True}],
+    ),
+}
+
+
+def adapted(folder: Path, name: str) -> tuple[Path, list[Path]]:
+    """The engine of a case, and its adapters."""
+    family, changes, method, choices = CASES[name]
+    config = tiny_config(family, **changes)
+    model, engine = tiny_model(config), folder / "tiny.engine"
+    build_engine(MemoryCheckpoint.of(model, config), BuildConfig(quant=quant_config(method), gate=None), engine)
+    files = []
+    for number, choice in enumerate(choices):
+        trained(model, folder / str(number), seed=number, **choice)
+        files.append(prepared(engine, folder / str(number)))
+    return engine, files
+
+
+def logits_of(
+    executor: CpuExecutor, texts: Sequence[Sequence[int]], adapters: Sequence[AdapterFile | None], num_slots: int
+) -> list[NDArray[np.float32]]:
+    """All logits of texts, each with an adapter or without one, which are computed together."""
+    sequences = [
+        TokenSequence(
+            list(text), num_prompt_tokens=len(text), max_tokens=len(text), scores_prompt=True, adapter=adapter
+        )
+        for text, adapter in zip(texts, adapters, strict=True)
+    ]
+    scheduler = Scheduler(
+        executor.plan.caches,
+        executor.memory_plan.limits,
+        executor.memory_plan.num_blocks,
+        adapters=AdapterSlots(num_slots, executor.load_adapter, executor.unload_adapter),
+    )
+    for sequence in sequences:
+        scheduler.add(sequence)
+    rows: dict[int, list[NDArray[np.float32]]] = {id(sequence): [] for sequence in sequences}
+    while (plan := scheduler.schedule()) is not None:
+        logits, row = np.asarray(executor.run(plan.inputs).logits), 0
+        for part in plan.scheduled:
+            rows[id(part.sequence)].append(logits[row : row + part.num_logit_rows].copy())
+            row += part.num_logit_rows
+        scheduler.commit(plan, [])
+    return [np.concatenate(rows[id(sequence)]) for sequence in sequences]
+
+
+def check(
+    engine_path: Path,
+    files: Sequence[Path],
+    *sizes: int,
+    num_slots: int = 4,
+    threads: int = 1,
+    ranks_of: type[RanksInThreads] = RanksInThreads,
+) -> None:
+    """Checks that ranks compute the bits of one process, with adapters and without, which differ.
+
+    Args:
+        engine_path: the engine.
+        files: its adapters.
+        sizes: numbers of ranks.
+        num_slots: number of slots.
+        threads: threads of each rank.
+        ranks_of: opens the ranks.
+    """
+    limits: dict[str, Any] = {
+        "threads": threads,
+        "max_num_batched_tokens": 70,
+        "max_num_seqs": 5,
+        "max_model_len": 320,
+        "enable_lora": True,
+        "max_loras": num_slots,
+    }
+    random = np.random.default_rng(1)
+    with ExitStack() as opened:
+        engine = opened.enter_context(Engine.open(engine_path))
+        adapters = [None, *(opened.enter_context(AdapterFile.open(file)) for file in files)]
+        texts, owners = list[list[int]](), list[AdapterFile | None]()
+        for index, length in enumerate(LENGTHS):
+            text = random.integers(5, 200, length).tolist()
+            for adapter in (adapters[index % len(adapters)], adapters[(index + 1) % len(adapters)]):
+                texts.append(text)
+                owners.append(adapter)
+        expected = logits_of(CpuExecutor(engine, RuntimeConfig(**limits)), texts, owners, num_slots)
+        for one, other in zip(expected[::2], expected[1::2], strict=True):
+            assert not np.array_equal(one, other), "each adapter changes logits"
+        for size in sizes:
+            ranks = ranks_of(engine, RuntimeConfig(**limits, tensor_parallel_size=size))
+            for _ in range(2):
+                found = logits_of(ranks, texts, owners, num_slots)
+                for number, (one, several) in enumerate(zip(expected, found, strict=True)):
+                    assert one.tobytes() == several.tobytes(), f"text {number}, {size} ranks"
+            ranks.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
+    check(*adapted(tmp_path, name), 2, 3)
+
+
+def test_more_ranks_than_heads_and_fewer_slots_than_adapters(tmp_path: Path) -> None:
+    check(*adapted(tmp_path, "tied head"), 5, num_slots=2)
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_sockets_and_threads(name: str, tmp_path: Path) -> None:
+    check(*adapted(tmp_path, name), 2, threads=2, ranks_of=RanksOverSockets)
