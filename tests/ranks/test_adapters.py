@@ -1,5 +1,6 @@
 """Adapters on several ranks: the bits of one process, and what loads and unloads them between steps."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,19 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from enginewright.adapter_file import AdapterFile
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.checkpoint import open_checkpoint
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.scheduler.adapters import AdapterSlots
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.sequence import TokenSequence
-from tests.helpers.adapters import prepared, trained
+from tests.helpers.adapters import prepared, trained, trained_experts
 from tests.helpers.ranks import RanksInThreads, RanksOverSockets
-from tests.helpers.tiny import MemoryCheckpoint, tiny_config, tiny_model
+from tests.helpers.tiny import MemoryCheckpoint, saved, tiny_config, tiny_model
 from tests.ranks.test_bits import CUT, HEADS, WIDE
 
 LENGTHS = (1, 2, 33, 61, 110, 9)
@@ -219,3 +222,13 @@ def test_more_ranks_than_heads_and_fewer_slots_than_adapters(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_sockets_and_threads(name: str, tmp_path: Path) -> None:
     check(*adapted(tmp_path, name), 2, threads=2, ranks_of=RanksOverSockets)
+
+
+def test_a_rank_whose_experts_are_not_changed(tmp_path: Path) -> None:
+    """The adapter has layers of single experts, and none of expert 0, which is all that rank 0 of 5 has."""
+    model = tiny_model(tiny_config("qwen3_moe", **CUT["experts"][1]))
+    saved(copy.deepcopy(model).to(torch.bfloat16), tmp_path / "base")
+    engine = tmp_path / "tiny.engine"
+    build_engine(open_checkpoint(str(tmp_path / "base")), BuildConfig(gate=None), engine)
+    trained_experts(model, tmp_path / "adapter")
+    check(engine, [prepared(engine, tmp_path / "adapter")], 2, 5)

@@ -377,10 +377,6 @@ def test_several_machines_are_for_one_engine(tmp_path: Path) -> None:
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0: it must be a whole number of at least 1"),
         ({"tensor_parallel_size": 65}, "tensor_parallel_size is 65: it must be 64 or less"),
-        (
-            {"tensor_parallel_size": 2, "enable_lora": True},
-            "does not work with adapters (--lora-modules, --lora-dir, --lora) yet",
-        ),
         ({"tensor_parallel_size": 2, "kv_cache_disk": "1m"}, "--kv-cache-disk"),
         ({"tensor_parallel_size": 2, "kv_role": "both", "kv_secret_file": "SECRET"}, "--kv-role"),
         (

@@ -47,12 +47,13 @@ def folder(files: dict[str, Path], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(files: dict[str, Path], folder: Path) -> Iterator[Running]:
+def server(request: pytest.FixtureRequest, files: dict[str, Path], folder: Path) -> Iterator[Running]:
+    """A server, perhaps of an engine with more limits."""
     config = ServerConfig(
         served_model_names=("base",), lora_modules=(f"law={files['lawyer']}",), lora_dir=str(folder),
         enable_lora_updates=True, admin_keys=("admin",),
     )  # fmt: skip
-    with Running(files["one"], config, LORA) as running:
+    with Running(files["one"], config, {**LORA, **getattr(request, "param", {})}) as running:
         yield running
 
 
@@ -94,6 +95,7 @@ def test_an_adapter_of_another_engine_is_refused(server: Running) -> None:
     assert text(server, "poet")
 
 
+@pytest.mark.parametrize("server", [{}, {"tensor_parallel_size": 2}], ids=["one process", "ranks"], indirect=True)
 def test_adapters_come_and_go(server: Running, files: dict[str, Path], folder: Path) -> None:
     right = text(server, "law")
     shutil.copy(files["lawyer"], folder / "later.lora")
