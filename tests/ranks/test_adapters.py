@@ -34,7 +34,7 @@ TIED = {**WIDE, **HEADS, "vocab_size": 501, "tie_word_embeddings": True}
 LATENT = ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 DENSE: Sequence[Mapping[str, Any]] = (
     {"target_modules": LINEARS, "r": 3},
-    {"target_modules": ["k_proj", "up_proj"], "r": 33},
+    {"target_modules": ["q_proj", "k_proj", "v_proj", "up_proj"], "r": 33},
     {"target_modules": LINEARS, "use_dora": True, "rank_pattern": {"v_proj": 19}},
 )
 # Name → family, what differs from its tiny model, method of its weights, and the adapters.

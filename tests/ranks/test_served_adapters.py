@@ -113,17 +113,16 @@ def test_other_machines_need_no_file(tmp_path: Path, expected: list[Any]) -> Non
         assert answers(llm, own) == expected
 
 
-@pytest.mark.parametrize("group", ["two machines"], indirect=True)
+@pytest.mark.parametrize("nnodes", [1, 2])
 def test_a_transfer_that_takes_longer_than_pings_may(
-    group: tuple[dict[str, Any], list[WorkerNode]], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+    nnodes: int, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow network leaves no time for pings, and each message of an adapter is answered instead."""
-    limits, _ = group
-    case = adapted("llama")
-    with LLM(case.engine, **limits) as llm:
+    case, limits = adapted("llama"), group_limits(tmp_path, nnodes, 2, enable_lora=True)
+    with workers(case.engine, tmp_path, limits), LLM(case.engine, **limits) as llm:
         assert answer(llm.generate([TEXTS[0]], PARAMS)[0]) == expected[0]
         monkeypatch.setattr(watch_module, "PING_S", 0.1)
-        monkeypatch.setattr(adapters_module, "DATA_BYTES", 1000)
+        monkeypatch.setattr(adapters_module, "DATA_BYTES", 500)
         for one in llm._core.executor._group._watch._members:
             one.member.frames = Slow(one.member.frames)
         assert answer(llm.generate([TEXTS[0]], PARAMS, lora_request=case.requests[1])[0]) == expected[1]
@@ -141,7 +140,7 @@ class Slow:
     def send(self, content: bytes) -> None:
         """Sends a message."""
         if b"adapter_data" in content[:20]:
-            time.sleep(0.01)
+            time.sleep(0.05)
         self._frames.send(content)
 
 
