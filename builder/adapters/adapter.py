@@ -1,7 +1,8 @@
 """A LoRA adapter: its choices, and the updates of single modules, from PEFT's folder or a GGUF file."""
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 
 from enginewright.builder.adapters.experts import ExpertsPart
 from enginewright.builder.adapters.gguf import PREFIX, SUFFIX, GgufAdapterFile
+from enginewright.builder.adapters.names import BaseNames
 from enginewright.builder.adapters.peft_config import ADAPTER_CONFIG, PeftConfig, read_peft_config
 from enginewright.builder.checkpoint.base import TensorSource
 from enginewright.builder.checkpoint.files import SourceFolder, cached_repository
@@ -188,6 +190,30 @@ class Adapter:
             return cls(path, weight, name, base=base)
         snapshot = download_adapter(hub_id)
         return cls(snapshot.path, weight, name or hub_id.name, snapshot.root)
+
+    def named_as(self, base: BaseNames) -> "Adapter":
+        """The same adapter with the names that a base has for its modules.
+
+        Args:
+            base: the names of the base.
+
+        Raises:
+            EngineError: two of its modules are one of the base.
+        """
+        named, names = copy.copy(self), dict[str, str]()
+        updates: dict[str, ModuleUpdate] = {}
+        for own, update in self.updates.items():
+            module, wraps = own, ""
+            while module.endswith(WRAPPED):
+                module, wraps = module.removesuffix(WRAPPED), wraps + WRAPPED
+            name = base.find(module)
+            if name + wraps in updates:
+                raise self.error(f"{own} and another of its modules are {name} of the base")
+            updates[name + wraps] = ModuleUpdate(name + wraps, update.parts)
+            if name != module:
+                names |= {name: module, name + wraps: own}
+        named.updates, named.config = updates, replace(self.config, names=names)
+        return named
 
     @property
     def source_hashes(self) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ import torch
 from enginewright.adapter_file import RANK_ALIGN, FactorDType, PieceEntry, SiteEntry
 from enginewright.adapter_sites import EXPERT, Site
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
-from enginewright.builder.adapters.experts import GATE_UP, MATRICES, RENAMED
+from enginewright.builder.adapters.experts import GATE_UP, MATRICES
 from enginewright.builder.adapters.layers import EngineLayer, Run, check_finite, coded
 from enginewright.engine_file import EngineFile
 from enginewright.passes.weights import RowReader
@@ -56,10 +56,9 @@ class ExpertsLayer(EngineLayer):
         module = update.experts_module
         if module is None:
             return super().is_changed_by(adapter, update)
-        paths = {module, *(module.replace(old, new) for old, new in RENAMED.items())}
         rank, experts = self.rank_of(adapter, update), self.site.experts
         wanted = (experts * rank, self.site.columns), (self.site.rows, experts * rank)
-        return self.path in paths and (adapter.shape(update, "a"), adapter.shape(update, "b")) == wanted
+        return self.path == module and (adapter.shape(update, "a"), adapter.shape(update, "b")) == wanted
 
     def rank_of(self, adapter: Adapter, update: ModuleUpdate) -> int:
         """Rank of an update that changes this layer, by the adapter's config."""

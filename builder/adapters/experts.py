@@ -22,15 +22,13 @@ MATRICES: Mapping[str, tuple[str, int | None]] = {
     "w3": (GATE_UP, 1),
     "w2": (DOWN, None),
 }
-# Part of the module's name in transformers → in checkpoints.
-RENAMED = {".mlp.experts": ".block_sparse_moe.experts"}
 
 
 @dataclass(frozen=True)
 class ExpertsPart:
     """The part of an adapter's product that belongs to one tensor of the checkpoint."""
 
-    parameter: str  # name of the adapted parameter in transformers
+    parameter: str  # name of the adapted parameter: that of transformers in the checkpoint's module
     tensor: str  # name of the tensor
     shape: tuple[int, int, int]  # experts, rows and columns of the whole parameter, each matrix as [out, in]
     expert: int | None = None  # expert whose matrix the tensor is; None: it is all of them
@@ -62,7 +60,7 @@ def find_parts(module: str, tensors: Mapping[str, TensorInfo]) -> Mapping[str, l
     """Finds the tensors of a checkpoint with the matrices of experts.
 
     Args:
-        module: transformers' name of the module with all experts, such as model.layers.0.mlp.experts.
+        module: the checkpoint's name of the module with all experts, such as model.layers.0.mlp.experts.
         tensors: tensors of the checkpoint.
 
     Returns:
@@ -72,16 +70,13 @@ def find_parts(module: str, tensors: Mapping[str, TensorInfo]) -> Mapping[str, l
     if len(fused) == 2 and all(len(shape) == 3 for shape in fused.values()):
         return {name: [_fused(module, name, fused)] for name in fused}
     parts: dict[str, list[ExpertsPart]] = {}
-    for path in (module, *(module.replace(old, new) for old, new in RENAMED.items() if old in module)):
-        for matrix, (parameter, half) in MATRICES.items():
-            names = list(_of_each_expert(path, matrix, tensors))
-            if not names or len(shape := tensors[names[0]].shape) != 2:
-                continue
-            whole = (len(names), shape[0] * (1 if half is None else 2), shape[1])
-            found = [
-                ExpertsPart(f"{module}.{parameter}", name, whole, expert, half) for expert, name in enumerate(names)
-            ]
-            parts.setdefault(parameter, []).extend(found)
+    for matrix, (parameter, half) in MATRICES.items():
+        names = list(_of_each_expert(module, matrix, tensors))
+        if not names or len(shape := tensors[names[0]].shape) != 2:
+            continue
+        whole = (len(names), shape[0] * (1 if half is None else 2), shape[1])
+        found = [ExpertsPart(f"{module}.{parameter}", name, whole, expert, half) for expert, name in enumerate(names)]
+        parts.setdefault(parameter, []).extend(found)
     return parts
 
 
@@ -95,8 +90,8 @@ def _fused(module: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Exp
     return ExpertsPart(tensor, tensor, shape, is_transposed=is_transposed)
 
 
-def _of_each_expert(path: str, matrix: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+def _of_each_expert(module: str, matrix: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
     expert = 0
-    while (name := f"{path}.{expert}.{matrix}.weight") in tensors:
+    while (name := f"{module}.{expert}.{matrix}.weight") in tensors:
         yield name
         expert += 1

@@ -1,6 +1,6 @@
 """Linear layers of an engine, as adapters of the checkpoint's layers change them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -88,6 +88,11 @@ class EngineLayer:
         """True if an update of an adapter changes this layer."""
         del adapter
         return update.experts_module is None and update.module in self.modules
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names in the checkpoint of the modules that it is made of, or of their parameters."""
+        return self.modules | {run.module for run in self.runs}
 
     @property
     def stored_columns(self) -> int:

@@ -13,13 +13,14 @@ import torch
 
 from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.experts import ExpertsPart, find_parts
+from enginewright.builder.adapters.names import BaseNames
 from enginewright.builder.checkpoint.base import Checkpoint, TensorInfo, TokenizerFiles
 from enginewright.builder.checkpoint.quantized import format_name
 from enginewright.builder.pooling import Pooling
 from enginewright.errors import EngineError, UnsupportedModelError, UsageError
 
 HEAD = "lm_head"  # module whose weight is an embedding's where the checkpoint has none
-TABLE = "embed_tokens"  # last part of the name of that embedding
+TABLES = ("embed_tokens", "wte", "embeddings")  # last parts of names of embeddings
 
 ADAPTER_PREFIX = "adapter-"  # of the number of an adapter, in names of source files
 
@@ -109,6 +110,8 @@ class MergedCheckpoint:
                 f"adapters cannot be merged into weights that are quantized already ({format})",
                 fix="Merge them into the model that the checkpoint was quantized from, and use --quant.",
             )
+        names = BaseNames(base.tensors, is_without_head=base.pooling is not None)
+        adapters = [adapter.named_as(names) for adapter in adapters]
         self._base, self._adapters = base, adapters
         self._updates: dict[str, list[Change]] = {}  # name of a tensor → updates that change it
         self._untied: dict[str, str] = {}  # name of a tensor that the base lacks → tensor of the base that it begins as
@@ -206,8 +209,8 @@ class MergedCheckpoint:
             self._updates.setdefault(name, []).append(Change(adapter, update))
         # PEFT changes the embedding alone, while the head keeps the model's weight; only rows of tokens change both.
         head = f"{HEAD}.weight"
-        is_table = update.module.rpartition(".")[2] == TABLE and head not in self._base.tensors
-        if is_table and update.parts.keys() & {"embedding_a", "weight"}:
+        is_tied = not any(name.endswith(head) for name in self._base.tensors)
+        if is_tied and update.module.rpartition(".")[2] in TABLES and update.parts.keys() & {"embedding_a", "weight"}:
             self._untied.setdefault(head, f"{update.module}.weight")
 
     def _add_tokens_of_head(self, adapter: Adapter) -> None:
@@ -234,7 +237,8 @@ class MergedCheckpoint:
 
     def _table(self, adapter: Adapter, head: str) -> str:
         """The embedding's weight, which is the head's as well."""
-        found = [name for name in self._base.tensors if name.endswith(f"{TABLE}.weight")]
+        ends = tuple(f".{table}.weight" for table in TABLES)
+        found = [name for name in self._base.tensors if f".{name}".endswith(ends)]
         if len(found) != 1:
             raise _no_tensor(adapter, head)
         return found[0]

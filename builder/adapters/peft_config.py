@@ -6,7 +6,7 @@ Source: PEFT, peft/tuners/lora/config.py (`LoraConfig`) and peft/utils/other.py 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from enginewright.builder.adapters.experts import DOWN, GATE_UP
@@ -70,20 +70,29 @@ class PeftConfig:
     # tokens that invoke it: it is for them and what follows them (aLoRA); empty: it is for all tokens
     invocation_tokens: tuple[int, ...]
     token_indices: Mapping[str, tuple[int, ...]]  # name of an embedding, or "" → ids of tokens with rows of their own
+    # name of a module in the base → in transformers' model, which the keys of this config are about; others are alike
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
-        """Rank of a module by the config; module: its name, such as model.layers.0.self_attn.q_proj."""
-        return _first_match(self.rank_pattern, module, self.rank)
+        """Rank of a module by the config; module: its name in the base, such as model.layers.0.self_attn.q_proj."""
+        return _first_match(self.rank_pattern, self._own_name(module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Factor of a module's product B · A; module: its name."""
-        rank, alpha = self.rank_of(module), _first_match(self.alpha_pattern, module, self.alpha)
+        """Factor of a module's product B · A; module: its name in the base."""
+        rank, alpha = self.rank_of(module), _first_match(self.alpha_pattern, self._own_name(module), self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
-        """Ids of the tokens that have rows of their own in an embedding; module: its name."""
-        named = (ids for name, ids in self.token_indices.items() if f".{module}".endswith(f".{name}"))
+        """Ids of the tokens that have rows of their own in an embedding; module: its name in the base."""
+        own = f".{self._own_name(module)}"
+        named = (ids for name, ids in self.token_indices.items() if own.endswith(f".{name}"))
         return next(named, self.token_indices.get("", ()))
+
+    def _own_name(self, module: str) -> str:
+        """Name of a module, or of a parameter of one, in transformers' model."""
+        parent, _, parameter = module.rpartition(".")
+        own = self.names.get(parent)
+        return self.names.get(module, module if own is None else f"{own}.{parameter}")
 
 
 def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:

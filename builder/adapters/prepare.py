@@ -27,6 +27,7 @@ from enginewright.builder.adapters.adapter import Adapter, ModuleUpdate
 from enginewright.builder.adapters.expert_layers import ExpertsLayer
 from enginewright.builder.adapters.head_layers import HeadsLayer
 from enginewright.builder.adapters.layers import EngineLayer, open_section, open_weight
+from enginewright.builder.adapters.names import BaseNames
 from enginewright.builder.adapters.vocabulary_layers import OutputHead, Table
 from enginewright.builder.lower import PackedForm, pack
 from enginewright.builder.progress import Progress, Silent
@@ -99,6 +100,7 @@ def prepare(
     progress = progress or Silent()
     progress.phase("find the layers")
     layers = _open_layers(engine)
+    adapter = adapter.named_as(BaseNames(name for layer in layers for name in layer.names))
     changed = _check(adapter, layers, engine.file.path, engine.plan.vocab_size)
     layers = [layer for layer in layers if layer.site.key in changed]
     calls = {name: call for call in engine.plan.calls if (name := linear_weight(call)) is not None}
