@@ -12,7 +12,7 @@ import torch
 from enginewright.builder.adapters.experts import ExpertsPart
 from enginewright.builder.adapters.gguf import PREFIX, SUFFIX, GgufAdapterFile
 from enginewright.builder.adapters.names import BaseNames
-from enginewright.builder.adapters.peft_config import ADAPTER_CONFIG, PeftConfig, read_peft_config
+from enginewright.builder.adapters.peft_config import ADAPTER_CONFIG, NOT_OF_EXPERTS, PeftConfig, read_peft_config
 from enginewright.builder.checkpoint.base import TensorSource
 from enginewright.builder.checkpoint.files import SourceFolder, cached_repository
 from enginewright.builder.checkpoint.folder import TensorFolder
@@ -305,6 +305,9 @@ class Adapter:
                     f"{update.module} of the adapter {self.name} is an embedding with DoRA",
                     fix="Merge the adapter with PEFT, and build the merged model.",
                 )
+        if update.experts_module is not None and (others := parts.keys() - {"a", "b"}):
+            what = f"tensor {parts[min(others)]} of the adapter {self.name} is of experts"
+            raise UnsupportedModelError(what, NOT_OF_EXPERTS, "Train it without use_dora and lora_bias.")
         if ("magnitude" in parts) != (self.config.use_dora and "a" in parts):
             raise self.error(f"use_dora is {self.config.use_dora}, which does not fit the tensors of {update.module}")
         if "b_bias" in parts and "b" not in parts:

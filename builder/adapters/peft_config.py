@@ -52,6 +52,8 @@ REFUSED = (
 )
 # Prefixes of init_lora_weights whose methods change the weights of the base model, too.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Reason of PEFT, peft/tuners/lora/layer.py (`ParamWrapper`).
+NOT_OF_EXPERTS = "PEFT has neither lengths (DoRA) nor biases of experts, and refuses such an adapter, too"
 INITS = ("gaussian", "eva", "orthogonal")  # other values that are text
 
 
@@ -115,7 +117,7 @@ def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:
     bias = config.read(str, "bias", default="none")
     if bias not in ("none", "all", "lora_only"):
         raise config.error(f"bias is {bias!r}, not none, all or lora_only")
-    config.read(bool, "lora_bias", default=False)  # biases that the file has are used
+    has_bias = config.read(bool, "lora_bias", default=False)  # biases that the file has are used
     peft = PeftConfig(
         rank=config.read_size("r", default=8),
         alpha=config.read(float, "lora_alpha", default=8.0),
@@ -128,6 +130,9 @@ def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:
         invocation_tokens=tuple(config.read_list(int, "alora_invocation_tokens") or ()),
         token_indices=_token_indices(config, is_by_name=isinstance(values.get("trainable_token_indices"), Mapping)),
     )
+    for key, is_used in (("use_dora", peft.use_dora), ("lora_bias", has_bias)):
+        if is_used and peft.adapts_experts:
+            raise config.unsupported(f"{key} with target_parameters: {NOT_OF_EXPERTS}", f"Train it without {key}.")
     config.refuse_any_unread(HARMLESS.keys())
     return peft
 

@@ -261,8 +261,10 @@ def _refusal(adapter: Adapter, update: ModuleUpdate, layers: Sequence[EngineLaye
         return "tokens invoke it, and PEFT would change the tokens before them, too"
     if "token_rows" in update.parts and update.parts.keys() & {"a", "embedding_a", "weight"}:
         return "it has rows of tokens and other changes of the same layer, which PEFT does not compute"
-    if update.parts.keys() - {"a", "b"} and any(layer.site.matrices > 1 for layer in layers):
-        return "it has lengths (DoRA) or biases, which experts and heads have only if it is merged"
+    if update.parts.keys() - {"a", "b"} and any(layer.site.experts for layer in layers):
+        return "it has lengths (DoRA) or a bias of a single expert's layer, which PEFT with transformers 5 refuses, too"
+    if update.parts.keys() - {"a", "b"} and any(layer.site.heads for layer in layers):
+        return "it has lengths (DoRA) or biases, which heads have only if it is merged"
     if adapter.config.invocation_tokens and any(layer.site.heads for layer in layers):
         return "tokens invoke it, and it would change keys and values of the tokens before them"
     return None
