@@ -80,7 +80,7 @@ def _of_rows(change: SiteAdapter, ranges: Ranges) -> SiteAdapter:
         begin += count
     bias, gain = (None if one is None else _numbers(one, "<f4", ranges) for one in (change.bias, change.gain))
     if not pieces and bias is None and gain is None:
-        bias = memoryview(np.zeros(begin, "<f4"))  # other rows of the site get + 0, which makes 0 of -0
+        bias = np.zeros(begin, "<f4").data  # other rows of the site get + 0, which makes 0 of -0
     part = replace(change, rows=begin, bias=bias, gain=gain, replaced=_replaced(change, ranges))
     return _with_ranks(part, pieces)
 
@@ -113,7 +113,7 @@ def _replaced(change: SiteAdapter, ranges: Ranges) -> ReplacedRows | None:
     if not own:
         return None
     rows = _rows_of(change.replaced.rows, change.columns, places)
-    return ReplacedRows(sum(count for _, count in places), memoryview(np.concatenate(own)), rows)
+    return ReplacedRows(sum(count for _, count in places), np.concatenate(own).data, rows)
 
 
 def _rows_of(factor: Factor, columns: int, ranges: Ranges) -> Factor:
@@ -139,10 +139,10 @@ def _rows_of(factor: Factor, columns: int, ranges: Ranges) -> Factor:
             rows[begin : begin + number] = own[first - low * BLOCK_ROWS :][:number]
             begin += number
         copied = np.ascontiguousarray(rows.reshape(-1, BLOCK_ROWS, columns).transpose(0, 2, 1))
-    return Factor(memoryview(copied), None if factor.scale is None else _numbers(factor.scale, "<f4", ranges))
+    return Factor(copied.data, None if factor.scale is None else _numbers(factor.scale, "<f4", ranges))
 
 
 def _numbers(vector: memoryview, dtype: str, ranges: Ranges) -> memoryview:
     """Copies numbers of a vector, one range after the other."""
     numbers = np.frombuffer(vector, dtype)
-    return memoryview(np.concatenate([numbers[first : first + count] for first, count in ranges]))
+    return np.concatenate([numbers[first : first + count] for first, count in ranges]).data
