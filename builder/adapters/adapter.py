@@ -192,7 +192,7 @@ class Adapter:
         return cls(snapshot.path, weight, name or hub_id.name, snapshot.root)
 
     def named_as(self, base: BaseNames) -> "Adapter":
-        """The same adapter with the names that a base has for its modules.
+        """Names the modules of the adapter as a base does, in a copy of it.
 
         Args:
             base: the names of the base.

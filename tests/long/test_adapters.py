@@ -100,9 +100,9 @@ class History:
             return {*before, *(file for when, file in changes if begin <= when <= end)}
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Running]:
-    config, folder = tiny_config("llama"), folder_of_engines() / "adapters-under-load"
+@pytest.fixture(params=[1, 2], ids=["one process", "two ranks"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
+    config, folder = tiny_config("llama"), folder_of_engines() / f"adapters-under-load-{request.param}"
     folder.mkdir()
     model, engine = tiny_model(config), folder / "tiny.engine"
     build_engine(MemoryCheckpoint.of(model, config), BuildConfig(gate=None), engine)
@@ -113,6 +113,7 @@ def server(tmp_path: Path) -> Iterator[Running]:
         served_model_names=("base",), lora_dir=str(tmp_path), enable_lora_updates=True, admin_keys=("admin",)
     )
     limits = {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 4, "kv_cache_memory": 4 << 20}
+    limits |= {"tensor_parallel_size": request.param, "threads": 1}
     with Running(engine, settings, limits) as running:
         yield running
 
