@@ -219,6 +219,11 @@ def test_more_ranks_than_heads_and_fewer_slots_than_adapters(tmp_path: Path) -> 
     check(*adapted(tmp_path, "tied head"), 5, num_slots=2)
 
 
+@pytest.mark.parametrize("name", ["experts", "latent attention"])
+def test_more_ranks_than_experts_or_heads(name: str, tmp_path: Path) -> None:
+    check(*adapted(tmp_path, name), 8)
+
+
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_sockets_and_threads(name: str, tmp_path: Path) -> None:
     check(*adapted(tmp_path, name), 2, threads=2, ranks_of=RanksOverSockets)
