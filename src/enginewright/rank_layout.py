@@ -62,7 +62,7 @@ class RankLayout(msgspec.Struct, frozen=True):
         """Makes the plan that one of the ranks runs.
 
         Args:
-            plan: the plan of an engine for CPUs, without adapters.
+            plan: the plan of an engine for CPUs, perhaps with adapters.
             rank: the rank.
             sizes: sizes of the weights.
 

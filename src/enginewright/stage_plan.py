@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from msgspec.structs import replace
 
+from enginewright.adapter_plan import GROUP_KERNEL, HEAD_KERNEL, KERNEL, TABLE_KERNEL
 from enginewright.errors import UsageError
 from enginewright.plan import BufferOperand, CacheGroup, CacheOperand, KernelCall, Plan, StepSizes, WeightOperand
 from enginewright.rank_plan import outputs
@@ -86,7 +87,8 @@ class _Cuts:
         self.read = _columns_read_after(plan)
         self.written = _buffers_written_before(plan)
         self.before = [0, *accumulate(_bytes_read(call, weight_bytes) for call in plan.calls)]
-        self.places = [place for place in range(1, len(plan.calls)) if place not in _inside_caches(plan)]
+        inside = _inside_caches(plan) | _inside_adapters(plan)
+        self.places = [place for place in range(1, len(plan.calls)) if place not in inside]
 
     def crossing(self, place: int) -> list[BufferOperand]:
         """Buffers, or columns of them, that are computed before a place and read after it."""
@@ -191,6 +193,24 @@ def _inside_caches(plan: Plan) -> set[int]:
 
 def _buffers(call: KernelCall) -> list[tuple[str, BufferOperand]]:
     return [(role, one) for role, one in call.operands.items() if isinstance(one, BufferOperand)]
+
+
+def _inside_adapters(plan: Plan) -> set[int]:
+    """Places between calls that compute what adapters change, and those whose results they change or that read theirs.
+
+    What they leave is not all in buffers: the rows of a layer of experts, by their adapters, are known to the process.
+    """
+    found = set[int]()
+    for index, call in enumerate(plan.calls):
+        if call.kernel == TABLE_KERNEL:
+            found.add(index)
+        elif call.kernel in (KERNEL, HEAD_KERNEL):
+            found.add(index + 1)
+        elif call.kernel == GROUP_KERNEL:
+            starts = call.operands["starts"]
+            products = (place for place, one in enumerate(plan.calls) if one.operands.get("starts") == starts)
+            found.update(range(index + 1, max(products) + 1))
+    return found
 
 
 def _columns_read_after(plan: Plan) -> list[Columns]:

@@ -39,6 +39,8 @@ def test_adapters_of_families(family: str, tmp_path: Path) -> None:
         trained(model, tmp_path / str(number), seed=number, **choice, **of_family)
         files.append(prepared(engine, tmp_path / str(number)))
     test_adapters.check(engine, files, 2, 4)
+    test_adapters.check(engine, files, 1, 2, stages=2)
+    test_adapters.check(engine, files, 1, stages=4)
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ import torch
 from numpy.typing import NDArray
 
 from enginewright.adapter_file import AdapterFile
+from enginewright.adapter_plan import GROUP_KERNEL, HEAD_KERNEL, KERNEL, TABLE_KERNEL, with_adapters
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.checkpoint import open_checkpoint
+from enginewright.errors import UsageError
+from enginewright.plan import Plan
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.cpu.executor import CpuExecutor
+from enginewright.runtime.device.ranks.member import weight_sizes
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.scheduler.adapters import AdapterSlots
 from enginewright.runtime.scheduler.scheduler import Scheduler
 from enginewright.runtime.step.sequence import TokenSequence
+from enginewright.stage_plan import plan_of_stage
 from tests.helpers.adapters import prepared, trained, trained_experts
 from tests.helpers.ranks import RanksInThreads, RanksOverSockets
 from tests.helpers.tiny import MemoryCheckpoint, saved, tiny_config, tiny_model
@@ -168,6 +174,7 @@ def check(
     *sizes: int,
     num_slots: int = 4,
     threads: int = 1,
+    stages: int = 1,
     ranks_of: type[RanksInThreads] = RanksInThreads,
 ) -> None:
     """Checks that ranks compute the bits of one process, with adapters and without, which differ.
@@ -175,9 +182,10 @@ def check(
     Args:
         engine_path: the engine.
         files: its adapters.
-        sizes: numbers of ranks.
+        sizes: numbers of ranks of a stage.
         num_slots: number of slots.
         threads: threads of each rank.
+        stages: number of stages.
         ranks_of: opens the ranks.
     """
     limits: dict[str, Any] = {
@@ -202,7 +210,7 @@ def check(
         for one, other in zip(expected[::2], expected[1::2], strict=True):
             assert not np.array_equal(one, other), "each adapter changes logits"
         for size in sizes:
-            ranks = ranks_of(engine, RuntimeConfig(**limits, tensor_parallel_size=size))
+            ranks = ranks_of(engine, RuntimeConfig(**limits, tensor_parallel_size=size, pipeline_parallel_size=stages))
             for _ in range(2):
                 found = logits_of(ranks, texts, owners, num_slots)
                 for number, (one, several) in enumerate(zip(expected, found, strict=True)):
@@ -213,6 +221,47 @@ def check(
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
     check(*adapted(tmp_path, name), 2, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
+    case = adapted(tmp_path, name)
+    check(*case, 1, 2, stages=2)
+    check(*case, 1, stages=5)
+
+
+@pytest.mark.parametrize("name", ["tied head", "experts", "latent attention"])
+def test_no_stage_ends_between_a_product_and_what_adapters_add(name: str, tmp_path: Path) -> None:
+    """Wherever a plan is cut: a stage has all calls for the adapters of its own layers, in their order."""
+    family, changes, method, _ = CASES[name]
+    checkpoint, path = MemoryCheckpoint.tiny(family, **changes), tmp_path / "tiny.engine"
+    build_engine(checkpoint, BuildConfig(quant=quant_config(method), gate=None), path)
+    with Engine.open(path) as engine:
+        plan = with_adapters(engine.plan, engine.adapter_sites.sites, 16, 4)
+        found = False
+        for stages in range(2, 100):
+            try:
+                plans = [plan_of_stage(plan, stage, stages, weight_sizes(engine).nbytes) for stage in range(stages)]
+            except UsageError:
+                break
+            for cut in plans:
+                found |= check_calls(cut)
+        assert stages > 8 and found == (name != "tied head")
+
+
+def check_calls(plan: Plan) -> bool:
+    """Checks that calls for adapters are next to what they change. Returns True if rows of experts are grouped."""
+    grouped = None
+    for before, call in pairwise([None, *plan.calls]):
+        if "delta" in call.operands and call.kernel.startswith(("gemm_", "head_gemm_")):
+            assert before is not None and before.kernel in (KERNEL, HEAD_KERNEL), call.kernel
+            assert before.operands["delta"] == call.operands["delta"]
+            assert "starts" not in call.operands or grouped == call.operands["starts"]
+        if call.kernel == TABLE_KERNEL:
+            assert before is not None and before.operands["out"] == call.operands["out"]
+        if call.kernel == GROUP_KERNEL:
+            grouped = call.operands["starts"]
+    return grouped is not None
 
 
 def test_more_ranks_than_heads_and_fewer_slots_than_adapters(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def streamed(llm: LLM, request: LoRARequest) -> list[int]:
         return [sampled.token for piece in pieces for sampled in piece.tokens]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("memory", [16 << 20, 400 << 10], ids=["roomy", "preempted"])
+def test_stages(size: int, memory: int, tmp_path: Path, expected: list[Any]) -> None:
+    """Several steps are under way while adapters are loaded into the slots of others."""
+    case = adapted("llama")
+    limits = group_limits(tmp_path, 1, size, enable_lora=True, max_loras=2, pipeline_parallel_size=2)
+    with LLM(case.engine, **{**limits, "kv_cache_memory": memory, "max_num_seqs": 6, "max_model_len": 96}) as llm:
+        for _ in range(2):
+            assert answers(llm, case.requests) == expected
+
+
 def test_drafts(tmp_path: Path, expected: list[Any]) -> None:
     case = adapted("llama")
     limits = group_limits(tmp_path, 1, 2, enable_lora=True, max_loras=3, speculate="ngram")
