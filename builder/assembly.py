@@ -33,6 +33,7 @@ from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.pipeline import run_for_target, run_pipeline
 from enginewright.passes.quant import Bf16, QuantConfig, quant_config
 from enginewright.passes.quant.method import Calibration
+from enginewright.passes.quant.recover import Recover
 from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
 from enginewright.plugins.kernel import Specialization
@@ -42,6 +43,8 @@ from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.text.chat_template import ChatTemplate
 from enginewright.runtime.text.tokenizer import SPECIAL_TOKENS
 from enginewright.targets import CPU
+
+NOT_RECOVERED = ("bf16", "mxfp4")  # methods whose weights have no scales, or only powers of two
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class BuildConfig:
     kv_cache_dtype: str = "bf16"  # dtype of the KV cache, one of KV_CACHES
     max_seq_len: int | None = None  # positions of the longest sequence; None is the model's own limit
     max_batch_size: int = 32  # sequences in a step, recorded as the runtime's default
+    recover: int | None = None  # maximum number of steps that train scales and norms; None trains nothing
     rotate: bool = False  # True to rotate activations, so that no channel is far larger than others
     batch_invariant: bool = False  # True if a completion has the same bits in any batch, on GPUs, too
     # source of calibration texts, as in `builder.calibration`; None if the method needs no calibration
@@ -76,7 +80,9 @@ class BuildConfig:
     @property
     def for_draft(self) -> "BuildConfig":
         """Options for the draft."""
-        return replace(self, quant=self.draft_quant or self.quant, draft_quant=None, rotate=False, notes=())
+        return replace(
+            self, quant=self.draft_quant or self.quant, draft_quant=None, rotate=False, recover=None, notes=()
+        )
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,7 @@ class Assembly:
                 "max_batch_size": config.max_batch_size,
                 "batch_invariant": config.batch_invariant,
                 **({"rotate": True} if config.rotate else {}),
+                **({"recover": config.recover} if config.recover else {}),
                 **self.roles,
                 **recipe,
             },
@@ -188,11 +195,25 @@ def assemble(
         check_embedding(config.targets, config.method, config.calib_data, config.gate, config.report)
     max_seq_len = _max_seq_len(config, int(model.metadata_props["enginewright.max_seq_len"]))
     imported, dense = model.clone(), list[ir.Model]()
-    progress.phase("calibrate and run passes" if calibration else "run the passes")
+    recover = None
+    if config.recover:
+        recover = Recover(config.method, calibration or Calibration(), config.recover, progress.advance)
+    if recover and calibration:
+        progress.phase("choose codes, and recover from the source", config.recover or 0)
+    else:
+        progress.phase("calibrate and run passes" if calibration else "run the passes")
     kv_dtype = KV_CACHES[config.kv_cache_dtype].name
     first, *others = targets_of(config.targets)
     ragged, results = run_pipeline(
-        model, config.method, config.dump_graphs, kv_dtype, calibration, dense.append, first, rotate=config.rotate
+        model,
+        config.method,
+        config.dump_graphs,
+        kv_dtype,
+        calibration,
+        dense.append,
+        first,
+        rotate=config.rotate,
+        recover=recover,
     )
     graphs = [ragged]
     for target in others:
@@ -227,6 +248,7 @@ def assemble(
         notes=[
             *config.notes,
             *json.loads(model.metadata_props["enginewright.warnings"]),
+            *(fact for result in results.values() for fact in result.facts),
             *(f"{count} {'weight' if count == 1 else 'weights'}: {text}" for text, count in notes.items()),
             *_template_notes(checkpoint.tokenizer),
         ],
@@ -243,6 +265,9 @@ def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
     Raises:
         UsageError: the checkpoint is quantized, and the options name a method.
     """
+    if config.recover and config.method.name in NOT_RECOVERED:
+        why = f"{config.method.name} has no scales that could be trained"
+        raise UsageError("--recover is not possible", why, "Name another --quant, such as int4-rtn, or leave it out.")
     stored_as = format_name(checkpoint)
     if stored_as is not None and config.quant is not None:
         raise UsageError(
@@ -250,9 +275,10 @@ def check_quant(checkpoint: Checkpoint, config: BuildConfig) -> None:
             f"the checkpoint is quantized already, as {stored_as}",
             "Leave --quant out to build it as it is, or build from the original checkpoint.",
         )
-    if stored_as is not None and config.rotate:
-        why = f"the checkpoint is quantized already, as {stored_as}"
-        raise UsageError("--rotate is not possible", why, "Leave it out, or build from the original checkpoint.")
+    for option, wanted in (("--rotate", config.rotate), ("--recover", config.recover)):
+        if stored_as is not None and wanted:
+            why = f"the checkpoint is quantized already, as {stored_as}"
+            raise UsageError(f"{option} is not possible", why, "Leave it out, or build from the original checkpoint.")
 
 
 def with_possible_kv(config: BuildConfig, *models: Mapping[str, Any]) -> BuildConfig:

@@ -21,7 +21,7 @@ from enginewright.builder.assembly import (
     default_output,
     with_possible_kv,
 )
-from enginewright.builder.calibration import calibrate
+from enginewright.builder.calibration import RECOVERY, calibrate
 from enginewright.builder.checkpoint import Checkpoint
 from enginewright.builder.checkpoint.head import HeadFolder
 from enginewright.builder.cuda.compile import check_compilers
@@ -120,7 +120,7 @@ def _build(
     env.source_date()  # an invalid date is refused before the work
     check_quant(checkpoint, config)
     check_draft(checkpoint, draft, config)
-    if config.method.calibrated:
+    if config.method.calibrated or config.recover:
         progress.phase("check the plan")
         _check_plan(checkpoint, draft, config, output)
     samples = calibrate(checkpoint, config, output, progress)
@@ -128,7 +128,10 @@ def _build(
     role, other = source_of(draft) or ("", None)
     draft_sources = begin(other.source_hashes) if other is not None else None
     threads, folder = env.num_threads() or num_cores(), output.absolute().parent
-    calibration = Calibration(samples.texts, threads, folder) if samples else None
+    calibration = None
+    if samples:
+        texts = samples.texts[::RECOVERY] if config.recover else samples.texts
+        calibration = Calibration(texts, threads, folder, samples.texts if config.recover else ())
     assembly = assemble(checkpoint, config, progress, calibration)
     if draft is not None:
         assembly = add_draft(assembly, draft, progress, calibration)

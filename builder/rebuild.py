@@ -15,7 +15,7 @@ from enginewright.builder.adapters import with_recorded
 from enginewright.builder.adapters.merge import ADAPTER_PREFIX
 from enginewright.builder.assembly import BuildConfig
 from enginewright.builder.build import build_engine
-from enginewright.builder.calibration import samples_without_data
+from enginewright.builder.calibration import RECOVERY, samples_without_data
 from enginewright.builder.calibration.data import is_remote
 from enginewright.builder.calibration.samples import ITSELF
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
@@ -250,6 +250,7 @@ def _config(engine: Path, manifest: Manifest, quality: QualityReport, checkpoint
         max_batch_size=recipe["max_batch_size"],
         batch_invariant=recipe["batch_invariant"],
         rotate=recipe.get("rotate", False),
+        recover=recipe.get("recover"),
         gate=gate,
     )
 
@@ -265,6 +266,11 @@ def _quant(engine: Path, recipe: Mapping[str, Any], checkpoint: Checkpoint) -> Q
     return quant_config(name, **{field.name: recipe[field.name] for field in fields(method) if field.name in recipe})
 
 
+def _size(samples: int, config: BuildConfig) -> int:
+    """The --calib-size of a number of samples."""
+    return max(samples // RECOVERY, 1) if config.recover else samples
+
+
 def _with_calibration(
     manifest: Manifest, config: BuildConfig, checkpoint: Checkpoint, calib_data: str | None
 ) -> BuildConfig:
@@ -272,11 +278,11 @@ def _with_calibration(
     if recorded is None or recorded["source"] == ITSELF:
         if calib_data is not None:
             raise UsageError("--calib-data means nothing here", f"{manifest.name} was calibrated on no data")
-        return replace(config, calib_size=recorded["samples"]) if recorded else config
+        return replace(config, calib_size=_size(recorded["samples"], config)) if recorded else config
     if calib_data is None:
         why = f"the engine does not contain it: {recorded['samples']} texts, sha256 {recorded['sha256']}"
         raise UsageError("the calibration data was not found", why, "Name it with --calib-data.")
-    for size in (recorded["samples"], None):  # the file may have had fewer texts than requested
+    for size in (_size(recorded["samples"], config), None):  # the file may have had fewer texts than requested
         tried = replace(config, calib_data=calib_data, calib_size=size)
         if is_remote(calib_data) or samples_without_data(checkpoint, tried) == recorded | {"source": calib_data}:
             return tried

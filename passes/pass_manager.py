@@ -21,6 +21,7 @@ class PassResult:
     refusals: tuple[str, ...] = ()  # sentences on parts of the graph that matched, and why each was left unchanged
     # facts about the engine that users should know; a fact about several weights is listed once for each
     notes: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()  # sentences about the engine as a whole that users should know
 
 
 class Pass(Protocol):
@@ -72,7 +73,10 @@ def run_passes(
             dump_graph(model, dump_graphs / f"{index:02d}-{each.name}.onnx")
         earlier = results.get(each.name, PassResult(0))
         results[each.name] = PassResult(
-            earlier.rewrites + result.rewrites, earlier.refusals + result.refusals, earlier.notes + result.notes
+            earlier.rewrites + result.rewrites,
+            earlier.refusals + result.refusals,
+            earlier.notes + result.notes,
+            earlier.facts + result.facts,
         )
     return results
 

@@ -20,6 +20,7 @@ from enginewright.passes.quant import QuantConfig
 from enginewright.passes.quant.act_order import SortColumns
 from enginewright.passes.quant.method import Calibration
 from enginewright.passes.quant.quantize import Quantize
+from enginewright.passes.quant.recover import CheckRecoverable, Recover
 from enginewright.passes.quant.rotate import Rotate
 from enginewright.passes.show_hidden import ShowHidden
 from enginewright.passes.to_ragged import ToRagged
@@ -34,6 +35,7 @@ def pipeline(
     target: Target = CPU_TARGET,
     *,
     rotate: bool = False,
+    recover: Recover | None = None,
 ) -> list[Pass]:
     """Lists all passes of a build, in order.
 
@@ -43,6 +45,7 @@ def pipeline(
         calibration: texts, for methods that need them; None: their choices are left out.
         target: target of the first graph.
         rotate: true to rotate the residual stream and the values of attention.
+        recover: trains scales and norms after codes are chosen; None: nothing is trained.
     """
     return [
         # These run on standard ONNX, with one dense sequence.
@@ -58,6 +61,7 @@ def pipeline(
             if quant.calibrated and calibration is None
             else quant.prepare(calibration or Calibration())
         ),
+        *(() if recover is None else (recover if calibration else CheckRecoverable(),)),
         *for_target(quant, kv_dtype, target),
     ]
 
@@ -95,6 +99,7 @@ def run_pipeline(
     target: Target = CPU_TARGET,
     *,
     rotate: bool = False,
+    recover: Recover | None = None,
 ) -> tuple[ir.Model, dict[str, PassResult]]:
     """Turns a dense graph into one that has only ops with kernels (and views); the model is changed in place.
 
@@ -107,7 +112,8 @@ def run_pipeline(
         keep: called with a copy of the last graph that can be streamed; its linear layers are those that are quantized,
             and `run_for_target` takes it.
         target: the target.
-        rotate: as for `pipeline`.
+        rotate: as for `pipeline`, and so the next.
+        recover: a pass.
 
     Returns:
         The model, and results of the passes by name.
@@ -120,7 +126,9 @@ def run_pipeline(
         if keep is not None and isinstance(following, FuseResidualNorm):
             keep(model.clone())
 
-    results = run_passes(model, pipeline(quant, kv_dtype, calibration, target, rotate=rotate), dump_graphs, watch)
+    results = run_passes(
+        model, pipeline(quant, kv_dtype, calibration, target, rotate=rotate, recover=recover), dump_graphs, watch
+    )
     _check_kernels(model, results)
     return model, results
 

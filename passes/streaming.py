@@ -84,10 +84,20 @@ class Streamed:
             begin: first position.
             end: position after the last one.
         """
-        x = self._hidden[text][:, begin:end]
-        value = torch.cat([F.linear(x, rows.float()) for rows in self._table], dim=-1)
+        return self.logits_of(self._hidden[text][0, begin:end])
+
+    def logits_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes logits from inputs of the head.
+
+        Args:
+            x: the inputs, FLOAT [n, K].
+
+        Returns:
+            Logits, FLOAT [n, vocab].
+        """
+        value = torch.cat([F.linear(x, rows.float()) for rows in self._table], dim=-1).unsqueeze(0)
         for node in self._tail:
-            (value,) = compute_of(node)(node, value, *(_shared(node, extra) for extra in node.inputs[1:]))
+            (value,) = compute_of(node)(node, value, *(shared_operand(node, extra) for extra in node.inputs[1:]))
         return value[0]
 
 
@@ -160,7 +170,7 @@ class _Values:
 
     def operands(self, node: ir.Node) -> list[Sequence[object]]:
         """Lists each input of a node, for all texts."""
-        return [self._values.get(value) or [_shared(node, value)] * self.num_texts for value in node.inputs]
+        return [self._values.get(value) or [shared_operand(node, value)] * self.num_texts for value in node.inputs]
 
     def store(self, node: ir.Node, results: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Stores the outputs of a node that have readers, and frees its inputs that have no more.
@@ -259,7 +269,17 @@ def _divided(model: ir.Model, head: LinearLayer | None) -> tuple[list[ir.Node], 
     return before, tail
 
 
-def _shared(node: ir.Node, value: ir.Value | None) -> torch.Tensor | RowReader | None:
+def nodes_before_head(model: ir.Model, head: LinearLayer) -> list[ir.Node]:
+    """Lists the nodes before the head, without transpositions of weights.
+
+    Args:
+        model: the graph.
+        head: its head.
+    """
+    return _divided(model, head)[0]
+
+
+def shared_operand(node: ir.Node, value: ir.Value | None) -> torch.Tensor | RowReader | None:
     """Returns an operand that all texts share: a weight as it is stored, or a reader of rows for a Gather."""
     if value is None or value.is_graph_input():  # a past, which is empty
         return None

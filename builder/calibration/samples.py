@@ -24,6 +24,7 @@ from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.text.tokenizer import Tokenizer
 
 SAMPLES = 32  # default number of samples
+RECOVERY = 8  # samples with --recover for each one that methods see
 SAMPLE_TOKENS = 128  # tokens of a sample
 MIN_TOKENS = 16  # minimum of a sample's tokens
 MAX_CHARACTERS = 32 * SAMPLE_TOKENS  # characters of a text that are tokenized
@@ -62,7 +63,7 @@ class Samples:
 
 
 def calibrate(checkpoint: Checkpoint, config: BuildConfig, output: Path, progress: Progress) -> Samples | None:
-    """Makes the samples of a build; None if its method needs none.
+    """Makes the samples of a build; None if it needs none.
 
     Args:
         checkpoint: the checkpoint.
@@ -99,16 +100,16 @@ def samples_without_data(checkpoint: Checkpoint, config: BuildConfig) -> dict[st
 
 
 def _wanted(config: BuildConfig) -> bool:
-    if not config.method.calibrated:
+    if not config.method.calibrated and config.recover is None:
         for option, given in (("--calib-data", config.calib_data), ("--calib-size", config.calib_size)):
             if given is not None:
                 what = f"{option} means nothing to --quant {config.method.name}"
                 raise UsageError(what, "it needs no calibration", "Leave it out.")
-    return config.method.calibrated
+    return config.method.calibrated or config.recover is not None
 
 
 def _count(config: BuildConfig) -> int:
-    return config.calib_size or SAMPLES
+    return (config.calib_size or SAMPLES) * (RECOVERY if config.recover else 1)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -41,6 +41,7 @@ class Calibration:
     threads: int = 1  # threads that compute texts; results do not depend on their number
     # folder where chosen codes wait until they are packed; None is the system's folder for temporary files
     folder: Path | None = None
+    recovery_texts: Sequence[Sequence[int]] = ()  # token ids of the texts that `Recover` trains on
 
 
 def in_groups(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -216,8 +216,13 @@ def test_what_draft_tokens_without_another_model(folder: Path, draft: str) -> No
     assert remade(engine)["same_bytes"]
 
 
-def test_a_rotated_model(folder: Path) -> None:
-    engine = built(folder / "tiny-llama", folder / "r.engine", "--gate", "off", "--quant", "w8a8", "--rotate")
+@pytest.mark.parametrize(
+    "options",
+    [("w8a8", "--rotate"), ("int4-rtn", "--recover", "3"), ("int4-rtn", "--recover", "3", "--calib-size", "2")],
+    ids=" ".join,
+)
+def test_a_model_that_was_changed_before(folder: Path, options: tuple[str, ...]) -> None:
+    engine = built(folder / "tiny-llama", folder / "r.engine", "--gate", "off", "--quant", *options)
     assert remade(engine)["same_bytes"]
 
 

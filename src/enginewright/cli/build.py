@@ -86,6 +86,15 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
 )
 @QUANT_OPTIONS
 @form(
+    "--recover",
+    type=CountType(),
+    metavar="STEPS",
+    show_default="none",
+    help="Train the scales of quantized weights, and norms, on the calibration texts, so that the engine's logits come "
+    "closer to those of MODEL, for at most this many steps. A step takes some seconds for each 100M parameters; 50 are "
+    "a good start.",
+)
+@form(
     "--rotate",
     is_flag=True,
     help="Rotate hidden states and the values of attention by orthogonal matrices that go into the weights, so that "
@@ -209,6 +218,7 @@ def build(
     adapters: tuple[str, ...],
     max_batch_size: int,
     batch_invariant: bool,
+    recover: int | None,
     rotate: bool,
     output: Path | None,
     gate: str,
@@ -242,6 +252,7 @@ def build(
         max_seq_len=max_seq_len,
         max_batch_size=max_batch_size,
         batch_invariant=batch_invariant,
+        recover=recover,
         rotate=rotate,
         calib_data=calib_data,
         calib_size=calib_size,
