@@ -249,6 +249,7 @@ def _config(engine: Path, manifest: Manifest, quality: QualityReport, checkpoint
         max_seq_len=recipe["max_seq_len"],
         max_batch_size=recipe["max_batch_size"],
         batch_invariant=recipe["batch_invariant"],
+        tensor_parallel_size=recipe.get("tensor_parallel_size", BuildConfig.tensor_parallel_size),
         gate=gate,
     )
 

@@ -298,9 +298,9 @@ class WeightOperand(
     """A weight, or a part of one."""
 
     name: str  # name of the weight
-    # Ranges of rows, each the first and their number, one after the other; (): all. No engine file has any (rank_plan).
+    # Ranges of rows, each the first and their number, one after the other; (): all. Plans of ranks have some (rank_plan).
     rows: tuple[tuple[int, int], ...] = ()
-    # Of matrices, one for each expert: the first, their number, and of how many; None: all. No engine file has any.
+    # Of matrices, one for each expert: the first, their number, and of how many; None: all. Only plans of ranks have it.
     matrices: tuple[int, int, int] | None = None
 
     def check(self, plan: "Plan", call: str, role: str) -> None:
@@ -552,7 +552,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         _require(len(set(parts)) == len(parts), "two caches have the same part of one layer")
         for call in self.calls:
             call.check(self)
-        launched = {bool(call.launches) for call in self.calls}
+        # Of an exchange a rank has none if it neither sends nor receives.
+        launched = {bool(call.launches) for call in self.calls if call.launches or not call.kernel.startswith("all_gather")}
         _require(len(launched) <= 1, "some calls are launched and others are not")
         if self.sampling:
             self.sampling.check(self.dims)

@@ -7,8 +7,8 @@ as on a single one, and answers have the same bits on any number of ranks. Peers
 gathered in fp32 to be added in a fixed order, and other bits for other numbers of ranks.
 
 Attention and recurrences are cut by heads, with their caches, and layers of experts by experts. Kernels without a rule
-are computed whole on each rank. An engine need not be built for ranks: what a rank reads of a weight is a range of its
-bytes in the mapped file.
+are computed whole on each rank. For CPUs an engine need not be built for ranks: what a rank reads of a weight is a range
+of its bytes in the mapped file. For GPUs the plans of ranks are made in the build, since kernels are specialized to sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +33,8 @@ from enginewright.plan import (
 
 # Kernel that gathers columns from all ranks, or with `starts` rows that are sorted by experts. No op of a graph has it.
 ALL_GATHER = "all_gather@1"
+# Start of the roles of the buffers that ranks exchange on GPUs, one for each rank's part; the rank's number follows.
+PACKED = "packed."
 ROWS = 16  # rows of a block of a weight, so columns of products are cut at multiples of this
 ROOT = 0  # rank that has the plan's outputs
 EVERY = -1  # attribute `root` of a gather whose result all ranks have
@@ -98,7 +100,8 @@ def plan_of_rank(plan: Plan, rank: int, size: int, width: Callable[[str], int]) 
     """Makes the plan that one of several ranks runs.
 
     Args:
-        plan: the plan of an engine for CPUs, without adapters.
+        plan: the plan of an engine, without adapters. One for GPUs has no launches, since those are made for its parts
+            (builder/lower/ranks.py), and no buffers that only one call uses.
         rank: the rank; rank 0 has the outputs.
         size: number of ranks.
         width: number of columns of a weight, by its name.
@@ -109,6 +112,21 @@ def plan_of_rank(plan: Plan, rank: int, size: int, width: Callable[[str], int]) 
     cut = cutting.run()
     cut.check()
     return cut
+
+
+def part_of_gather(call: KernelCall, rank: int, size: int) -> BufferOperand | None:
+    """Finds the columns that a rank sends in an exchange; None if it has none. Of experts, a rank sends whole rows.
+
+    Args:
+        call: a call of ALL_GATHER.
+        rank: the rank.
+        size: number of ranks.
+    """
+    x, unit = _buffer(call, "x"), int(call.attributes["unit"])
+    if "starts" in call.operands:
+        return x
+    first, count = units_of_rank(x.columns // unit, rank, size)
+    return BufferOperand(x.index, x.column + first * unit, count * unit) if count else None
 
 
 def bytes_of_gather(plan: Plan, call: KernelCall, sizes: StepSizes) -> Callable[[int, int], int]:

@@ -13,6 +13,7 @@ For this, host buffers that the device reads or writes exist PIPELINE_SLOTS time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,7 @@ from enginewright.plan import (
     AdaptersOperand,
     BufferOperand,
     CacheOperand,
+    Extent,
     Input,
     InputOperand,
     KernelCall,
@@ -41,14 +43,16 @@ from enginewright.plan import (
     WeightOperand,
     cache_of,
 )
+from enginewright.rank_plan import ALL_GATHER, PACKED
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.adapters import adapter_bytes, model_plan, num_slots, served_sites
 from enginewright.runtime.device.cuda.adapters import NO_TABLES, DeviceAdapters
 from enginewright.runtime.device.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.device.cuda.places import DevicePlaces
+from enginewright.runtime.device.cuda.ranks import DeviceRanks, fewest_blocks, packed_parts, rank_weight_bytes
 from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
-from enginewright.runtime.device.cuda.upload import upload_weights
-from enginewright.runtime.device.memory_plan import limits_of, place_bytes, plan_memory
+from enginewright.runtime.device.cuda.upload import upload_weights, weight_key
+from enginewright.runtime.device.memory_plan import MemoryPlan, limits_of, place_bytes, plan_memory
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import MAX_LOGPROBS
 from enginewright.runtime.sampling.sampler import Draw, Entries, Fields
@@ -92,13 +96,15 @@ class CudaExecutor:
         config: limits of a step; None takes the defaults.
         weights: addresses of the weights of another executor of the same engine on the same GPU, which are not uploaded
             again. That executor must be closed after this one.
+        ranks: the GPUs that compute the model together, this one among them, for an engine with the plan of this rank
+            (`Engine.for_rank`); None: it is alone. The host has to know the tokens of a step before it, since only
+            rank 0 samples them.
 
     Raises:
         NotEnoughMemoryError: weights, arena and KV cache do not fit.
         CorruptEngineError: plan and code do not match.
     """
 
-    steps_ahead = PIPELINE_SLOTS - 1
     max_top_logprobs = MAX_LOGPROBS
 
     def __init__(
@@ -107,8 +113,10 @@ class CudaExecutor:
         device: Device,
         config: RuntimeConfig | None = None,
         weights: Mapping[str, int] = MappingProxyType({}),
+        ranks: DeviceRanks | None = None,
     ) -> None:
         config = config or RuntimeConfig()
+        self.ranks, self.steps_ahead = ranks, PIPELINE_SLOTS - 1 if ranks is None else 0
         self.engine, self.plan, self.device = engine, model_plan(engine, config), device
         self.isa, self.threads = device.architecture, 0
         if self.plan.sampling is None:
@@ -119,14 +127,7 @@ class CudaExecutor:
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
         free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
-        self.memory_plan = plan_memory(
-            self.plan,
-            config,
-            engine.missing_weight_bytes(weights),
-            free=free,
-            share=FREE_SHARE,
-            adapter_bytes=adapter_bytes(engine, config),
-        )
+        self.memory_plan = self._plan_memory(config, weights, free)
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)
         offsets, arena_bytes = self.plan.arena_offsets(limits)
@@ -154,6 +155,18 @@ class CudaExecutor:
         self._buckets = buckets_for(limits.sequences)
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         device.synchronize()
+
+    def _plan_memory(self, config: RuntimeConfig, weights: Mapping[str, int], free: int) -> MemoryPlan:
+        """Plans the memory of this GPU, or of all ranks, whose GPUs are taken to be alike."""
+        plan_one = partial(plan_memory, config=config, free=free, share=FREE_SHARE)
+        engine, ranks = self.engine, self.ranks
+        if ranks is None:
+            missing, of_adapters = engine.missing_weight_bytes(weights), adapter_bytes(engine, config)
+            return plan_one(self.plan, weight_bytes=missing, adapter_bytes=of_adapters)
+        if ranks.memory_plan is not None:
+            return ranks.memory_plan
+        each = [engine.for_rank(rank, ranks.size) for rank in range(ranks.size)]
+        return fewest_blocks([plan_one(one.plan, weight_bytes=rank_weight_bytes(one)) for one in each])
 
     @property
     def draw(self) -> Draw:
@@ -254,10 +267,30 @@ class CudaExecutor:
         grids: dict[Launch, int] = {}
         launches = []
         for call in plan.calls:
-            for launch in call.launches:
+            for launch, run in self._runs_of(call):
                 shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
-                launches.append((grids.setdefault(shape, len(grids)), self._launcher(call, launch)))
+                launches.append((grids.setdefault(shape, len(grids)), run))
         return _Launches(tuple(grids), launches)
+
+    def _runs_of(self, call: KernelCall) -> list[tuple[Launch, OnGrid]]:
+        """What a call queues, in order, each with the launch that its grid follows from."""
+        runs = [(launch, self._launcher(call, launch)) for launch in call.launches]
+        if call.kernel == ALL_GATHER:  # between the copy of this rank's part and those of the others
+            own = sum(launch.arguments[-1].startswith(PACKED) for launch in call.launches)
+            runs.insert(own, (self._rows_of(call), self._exchange(call)))
+        return runs
+
+    def _rows_of(self, call: KernelCall) -> Launch:
+        """A launch whose grid has as many blocks as an exchange has rows."""
+        x = call.operands["x"]
+        assert isinstance(x, BufferOperand)
+        return Launch("", (), (Extent(self.plan.buffers[x.index].rows), Extent(), Extent()), 0)
+
+    def _exchange(self, call: KernelCall) -> OnGrid:
+        assert self.ranks is not None, "only plans of ranks have exchanges"
+        parts = packed_parts(self.plan, call, self._buffers)
+        run = self.ranks.carrier.exchange(parts, int(call.attributes["root"]))
+        return lambda grid: run(grid[0])
 
     def _grid(self, launch: Launch, sizes: StepSizes) -> Grid | None:
         """Grid of a launch in a step of these sizes; None if it does not run."""
@@ -285,7 +318,7 @@ class CudaExecutor:
             case InputOperand():
                 return self._inputs.addresses[operand.name]
             case WeightOperand():
-                return self.weights[operand.name]
+                return self.weights[weight_key(operand)]
             case BufferOperand():
                 buffer = self.plan.buffers[operand.index]
                 return self._buffers[operand.index] + operand.column * buffer.element_bytes
