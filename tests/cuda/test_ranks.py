@@ -74,6 +74,6 @@ def check(name: str, size: int, *, lengths: Sequence[int] = LENGTHS, **built_as:
     return ranks
 
 
-@pytest.mark.parametrize("name", ["llama"])
+@pytest.mark.parametrize("name", CUT)
 def test_ranks_compute_the_bits_of_one(name: str) -> None:
     check(name, 2)
