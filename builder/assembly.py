@@ -81,9 +81,7 @@ class BuildConfig:
     @property
     def for_draft(self) -> "BuildConfig":
         """Options for the draft."""
-        return replace(
-            self, quant=self.draft_quant or self.quant, draft_quant=None, notes=(), tensor_parallel_size=1
-        )
+        return replace(self, quant=self.draft_quant or self.quant, draft_quant=None, notes=(), tensor_parallel_size=1)
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,7 @@ def _kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
     return tuple(groups)
 
 
-def lower(
-    model: ir.Model, target: Target, max_seq_len: int, batch_invariant: bool = False, ranks: int = 1
-) -> Lowered:
+def lower(model: ir.Model, target: Target, max_seq_len: int, batch_invariant: bool = False, ranks: int = 1) -> Lowered:
     """Lowers a ragged graph.
 
     Args:
@@ -219,7 +217,9 @@ class _Lowering:
         inputs = (call.operands["x"] for call in layers)
         launches = adapter_launches(self.buffers[one.index][0] for one in inputs if isinstance(one, BufferOperand))
         return AdapterLaunches(
-            shrink={dtype: self.specializer.named(launch, ADAPTER_SOURCES) for dtype, launch in launches.shrink.items()},
+            shrink={
+                dtype: self.specializer.named(launch, ADAPTER_SOURCES) for dtype, launch in launches.shrink.items()
+            },
             expand=self.specializer.named(launches.expand, ADAPTER_SOURCES),
         )
 

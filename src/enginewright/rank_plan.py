@@ -17,6 +17,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from enginewright.plan import (
+    EXCHANGE,
     BufferOperand,
     CacheGroup,
     CacheOperand,
@@ -31,8 +32,7 @@ from enginewright.plan import (
     WeightOperand,
 )
 
-# Kernel that gathers columns from all ranks, or with `starts` rows that are sorted by experts. No op of a graph has it.
-ALL_GATHER = "all_gather@1"
+ALL_GATHER = EXCHANGE
 # Start of the roles of the buffers that ranks exchange on GPUs, one for each rank's part; the rank's number follows.
 PACKED = "packed."
 ROWS = 16  # rows of a block of a weight, so columns of products are cut at multiples of this

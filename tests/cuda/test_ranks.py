@@ -1,7 +1,7 @@
 """Engines for several GPUs that compute one model together: their plans, and answers that have the bits of one."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,55 @@ import pytest
 
 from enginewright.builder import assembly, build
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
+from enginewright.builder.cuda import compile_each
+from enginewright.builder.cuda.sections import to_compile
+from enginewright.builder.progress import Silent
+from enginewright.errors import UsageError
+from enginewright.plan import PagedCache
+from enginewright.plugins import architectures
 from enginewright.plugins.kernel import Specialization
 from enginewright.plugins.target import Target
 from enginewright.rank_plan import ALL_GATHER
 from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
+from enginewright.runtime.core import engine_core as core
 from enginewright.runtime.device.cuda.executor import CudaExecutor
+from enginewright.runtime.device.cuda.ranks import rank_weight_bytes
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.sampling.parameters import SamplingParams
+from enginewright.runtime.sampling.sampler import SampledToken
+from enginewright.targets import PTX
+from tests.cuda.test_engine import Deltas
 from tests.emulator.device import EmulatedDevice
 from tests.emulator.ranks import RanksOnDevices
 from tests.helpers.engines import folder_of_engines
+from tests.helpers.graphs import random_tokens
 from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
 from tests.ranks.test_bits import CUT
 
 LENGTHS = (1, 2, 33, 61)
 LIMITS = RuntimeConfig(max_model_len=128, max_num_seqs=3, max_num_batched_tokens=70, max_logit_rows=70)
+
+
+# One of each kind of exchange: of columns with zeros after them and without, of rows of experts, of latent vectors, and
+# of what recurrences give; tests/long has the others.
+SOME = ("norms of all heads", "experts", "latent attention", "states")
+# A model whose sums have another order if a part decides about it: products with two splits of K, which many features
+# would not have, and a norm of one head, which is that of a row.
+SPLIT: Mapping[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 576,
+    "intermediate_size": 640,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 80,
+}
+FEW_MULTIPROCESSORS = 4
+
+
+def checkpoint_of(name: str) -> MemoryCheckpoint:
+    family, changes, _ = CUT.get(name, ("qwen3", SPLIT, 0) if name == "split" else (name, {}, 0))
+    return MemoryCheckpoint.tiny(family, **{**ALL_EXPERTS.get(family, {}), **changes})
 
 
 @cache
@@ -41,7 +75,6 @@ def built(
         kernels.update(lowered.kernels)
         return lowered
 
-    family, changes, _ = CUT[name] if name in CUT else (name, {}, 0)
     path = folder_of_engines() / f"{name}-{size}-{method}-{kv}-{batch_invariant}.engine"
     config = BuildConfig(
         quant=quant_config(method),
@@ -51,16 +84,15 @@ def built(
         tensor_parallel_size=size,
         gate=None,
     )
-    checkpoint = MemoryCheckpoint.tiny(family, **{**ALL_EXPERTS.get(family, {}), **changes})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "lower", watched)
         patch.setattr(build, "code_sections", lambda kernels, targets: {})
-        build_engine(checkpoint, config, path)
+        build_engine(checkpoint_of(name), config, path)
     return path, kernels
 
 
-def check(name: str, size: int, *, lengths: Sequence[int] = LENGTHS, **built_as: Any) -> RanksOnDevices:
-    """Checks that the logits of `size` GPUs have the bits of one."""
+def check(name: str, size: int, *, lengths: Sequence[int] = LENGTHS, **built_as: Any) -> None:
+    """Checks that the logits of `size` GPUs have the bits of one, and that none reads all weights."""
     path, kernels = built(name, size, **built_as)
     random = np.random.default_rng(1)
     with Engine.open(path, "cuda") as engine:
@@ -70,10 +102,124 @@ def check(name: str, size: int, *, lengths: Sequence[int] = LENGTHS, **built_as:
         for length, one, several in zip(lengths, expected, score(ranks, texts), strict=True):
             assert np.isfinite(one).all()
             np.testing.assert_array_equal(one, several, err_msg=f"{length} tokens")
+        shares = [rank_weight_bytes(engine.for_rank(rank, size)) / engine.weight_bytes for rank in range(size)]
     assert ranks.group.done > 0 and ranks.group.moved_bytes > 0
-    return ranks
+    if name in CUT and size == 2:
+        assert max(shares) <= CUT[name][2]
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", SOME)
 def test_ranks_compute_the_bits_of_one(name: str) -> None:
     check(name, 2)
+
+
+def test_parts_are_computed_as_the_whole_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = replace(architectures.ARCHITECTURES["sm_80"], multiprocessors=FEW_MULTIPROCESSORS)
+    monkeypatch.setitem(architectures.ARCHITECTURES, "sm_80", few)
+    check("split", 2, lengths=(5, 70))
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch,
+    path: Path,
+    executor_of: Callable[[Engine, RuntimeConfig], CudaExecutor],
+    plan_of: Callable[[Engine], Engine],
+    blocks: int,
+) -> tuple[list[list[SampledToken]], int]:
+    """Outputs of greedy and sampled requests with `blocks` blocks in the KV cache, and the number of preemptions."""
+    monkeypatch.setattr(core, "open_executor", executor_of)
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=8),
+        SamplingParams(seed=1, max_tokens=8, frequency_penalty=1.0),
+        SamplingParams(seed=2, max_tokens=8, top_p=0.9),
+    ]
+    with Engine.open(path, "cuda") as engine:
+        group = plan_of(engine).plan.caches[0]
+        assert isinstance(group, PagedCache)
+        running = core.EngineCore(engine, replace(LIMITS, max_model_len=96, kv_cache_memory=blocks * group.block_bytes))
+        readers = [Deltas() for _ in asked]
+        for length, params, reader in zip((27, 30, 29), asked, readers, strict=True):
+            prompt = random_tokens(length, seed=length).tolist()
+            running.add(running.request(prompt, replace(params, logprobs=2, ignore_eos=True), reader.put))
+        while running.has_work:
+            for request, delta in running.step():
+                request.sink(delta)
+        return [
+            [one for delta in reader.whole for one in delta.tokens] for reader in readers
+        ], running.stats().num_preemptions
+
+
+def test_answers_of_two_gpus_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding replays graphs on both, and a sequence is preempted on both at once, and computed again."""
+    path, kernels = built("norms of all heads", 2)
+    devices: list[EmulatedDevice] = []
+
+    def two(engine: Engine, config: RuntimeConfig) -> CudaExecutor:
+        ranks = RanksOnDevices(engine, kernels, config, 2)
+        ranks.warm_up()
+        devices.extend(ranks.group.devices)
+        return ranks
+
+    def one(engine: Engine, config: RuntimeConfig) -> CudaExecutor:
+        return CudaExecutor(engine, EmulatedDevice(kernels), config)
+
+    alone, none = told(monkeypatch, path, one, lambda engine: engine, 20)
+    assert none == 0 and [len(tokens) for tokens in alone] == [8, 8, 8]
+    together, some = told(monkeypatch, path, two, lambda engine: engine.for_rank(0, 2), 5)
+    assert together == alone and some > 0
+    assert all(device.replays > 3 for device in devices) and len(devices) == 2
+
+
+def test_plans_of_ranks() -> None:
+    """Each has launches for all it does, its own part of the cache, and the exchanges of the others, in their order."""
+    path, _ = built("experts", 2)
+    with Engine.open(path, "cuda") as engine:
+        assert engine.rank_sizes == (2,)
+        plans = [engine.for_rank(rank, 2).plan for rank in range(2)]
+        heads = [plan.paged_caches[0].planes[0].heads for plan in plans]
+        assert heads == [1, 2] and engine.plan.paged_caches[0].planes[0].heads == 3
+        exchanges = [
+            [(call.operands["x"], call.attributes) for call in plan.calls if call.kernel == ALL_GATHER]
+            for plan in plans
+        ]
+        assert exchanges[0] == exchanges[1] and exchanges[0]
+        assert all(call.launches for plan in plans for call in plan.calls)
+        assert not any(call.kernel == ALL_GATHER for call in engine.plan.calls)
+
+
+def test_ranks_that_an_engine_was_not_built_for() -> None:
+    path, _ = built("experts", 2)
+    with Engine.open(path, "cuda") as engine, pytest.raises(UsageError) as caught:
+        engine.for_rank(0, 4)
+    assert str(caught.value).splitlines() == [
+        f"{path} cannot be divided among 4 GPUs: it was built for 1 or 2: kernels for GPUs are compiled for the part "
+        "of each",
+        "Build it again with --tensor-parallel-size 4.",
+    ]
+
+
+def compile_plans(name: str, targets: Sequence[str], *, batch_invariant: bool = True) -> int:
+    """Compiles the kernels that only plans of ranks have. Returns their number."""
+    config = BuildConfig(
+        targets=tuple(f"cuda:{sm}" for sm in targets),
+        batch_invariant=batch_invariant,
+        tensor_parallel_size=2,
+        gate=None,
+    )
+    made = assembly.assemble(checkpoint_of(name), config, Silent())
+    whole = {launch.kernel for launch in made.plans["cuda"].launches()}
+    wanted = [
+        (sm, to_compile(kernel))
+        for kernel_name, kernel in made.kernels.items()
+        for sm in kernel.architectures or targets
+        if kernel_name not in whole
+    ]
+    compiled = compile_each(wanted)
+    assert compiled.keys() == set(wanted) and all(one.cubin for one in compiled.values())
+    assert not any(one.local_bytes for (_, kernel), one in compiled.items() if kernel.source == "exchange.cuh")
+    return len(compiled)
+
+
+def test_kernels_of_ranks_are_compiled() -> None:
+    """tests/long has all blocks and architectures."""
+    assert compile_plans("one KV head", (PTX,)) > 30

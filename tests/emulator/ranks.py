@@ -75,9 +75,7 @@ class EmulatedCarrier:
 class RanksOnDevices(CudaExecutor):
     """Rank 0 of an engine on an emulated GPU, and its other ranks on others."""
 
-    def __init__(
-        self, engine: Engine, kernels: Mapping[str, Specialization], config: RuntimeConfig, size: int
-    ) -> None:
+    def __init__(self, engine: Engine, kernels: Mapping[str, Specialization], config: RuntimeConfig, size: int) -> None:
         self.group = EmulatedGroup([EmulatedDevice(kernels) for _ in range(size)])
         carriers = [EmulatedCarrier(self.group, rank) for rank in range(size)]
         first, *devices = self.group.devices
