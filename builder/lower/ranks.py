@@ -1,9 +1,9 @@
 """Lowers the plans of ranks: GPUs that compute one model together.
 
-`enginewright.rank_plan` cuts a plan, whatever it is for. Kernels for CPUs take the sizes of what they are given, so that
-happens when an engine is loaded. Kernels for GPUs are specialized to these sizes, so here the calls of each rank get
-launches of their own, and buffers that only they use. What the order of sums depends on is decided by the whole call, so
-a number has the same bits on any number of ranks.
+`enginewright.rank_plan` cuts a plan, whatever it is for. Kernels for CPUs take the sizes of what they are given, so
+that happens when an engine is loaded. Kernels for GPUs are specialized to these sizes, so here the calls of each rank
+get launches of their own, and buffers that only they use. What the order of sums depends on is decided by the whole
+call, so a number has the same bits on any number of ranks.
 """
 
 import dataclasses

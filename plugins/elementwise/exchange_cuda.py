@@ -1,7 +1,7 @@
 """GPU launches around an exchange between ranks (all_gather@1): csrc/cuda/exchange.cuh.
 
-A rank copies what it has computed to a buffer of its own, which the others get, and what it has got from each of them to
-where it belongs. So whatever carries the bytes sees buffers without gaps.
+A rank copies what it has computed to a buffer of its own, which the others get, and what it has got from each of them
+to where it belongs. So whatever carries the bytes sees buffers without gaps.
 """
 
 from math import gcd

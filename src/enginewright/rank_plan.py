@@ -7,8 +7,9 @@ as on a single one, and answers have the same bits on any number of ranks. Peers
 gathered in fp32 to be added in a fixed order, and other bits for other numbers of ranks.
 
 Attention and recurrences are cut by heads, with their caches, and layers of experts by experts. Kernels without a rule
-are computed whole on each rank. For CPUs an engine need not be built for ranks: what a rank reads of a weight is a range
-of its bytes in the mapped file. For GPUs the plans of ranks are made in the build, since kernels are specialized to sizes.
+are computed whole on each rank. For CPUs an engine need not be built for ranks: what a rank reads of a weight is a
+range of its bytes in the mapped file. For GPUs the plans of ranks are made in the build, since kernels are specialized
+to sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
