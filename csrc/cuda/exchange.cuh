@@ -1,18 +1,20 @@
 // Rows of a matrix that ranks exchange: what a rank has computed goes to a buffer of its own, rows one after
-// another, and what others have computed from theirs to where it belongs (all_gather@1: enginewright/rank_plan.py).
+// another, and what others have computed from theirs to where it belongs (all_gather@1:
+// enginewright/rank_plan.py).
 #pragma once
 
 #include "device.cuh"
 
 namespace enginewright {
 
-// All but `rows` in words of `word` bytes. Strides are from one row to the next. `padded`: what is written, zeros
-// after `columns`.
+// All but `rows` in words of `word` bytes. Strides are from one row to the next. `padded`: what is written,
+// zeros after `columns`.
 struct CopyRows {
   int rows;    // of the matrix, in a step: the position of their dim
   int copies;  // rows for each of that
   int word, columns, padded, from_stride, to_stride;
-  // Of rows that are sorted by experts: only those of experts from the first on, before the second; 0, 0: all.
+  // Of rows that are sorted by experts: only those of experts from the first on, before the second; 0, 0:
+  // all.
   int first_expert, end_expert;
 };
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from enginewright.plugins.kernel import Specialization
 from enginewright.rank_plan import EVERY
 from enginewright.runtime.config import RuntimeConfig
-from enginewright.runtime.device.cuda.executor import CudaExecutor
+from enginewright.runtime.device.cuda.executor import CudaExecutor, plan_memory_of_ranks
 from enginewright.runtime.device.cuda.ranks import DeviceRanks, Packed
 from enginewright.runtime.device.ranks.messages import Step
 from enginewright.runtime.engine import Engine
@@ -79,10 +79,11 @@ class RanksOnDevices(CudaExecutor):
         self.group = EmulatedGroup([EmulatedDevice(kernels) for _ in range(size)])
         carriers = [EmulatedCarrier(self.group, rank) for rank in range(size)]
         first, *devices = self.group.devices
-        super().__init__(engine.for_rank(0, size), first, config, ranks=DeviceRanks(carriers[0], 0, size))
+        memory_plan = plan_memory_of_ranks(engine, first, config, size)
+        super().__init__(engine.for_rank(0, size), first, config, ranks=DeviceRanks(carriers[0], 0, size, memory_plan))
         self.others = []
         for rank, device in enumerate(devices, 1):
-            ranks = DeviceRanks(carriers[rank], rank, size, self.memory_plan)
+            ranks = DeviceRanks(carriers[rank], rank, size, memory_plan)
             self.others.append(CudaExecutor(engine.for_rank(rank, size), device, config, ranks=ranks))
 
     def run(self, inputs: StepInputs) -> StepOutputs:

@@ -12,8 +12,7 @@ For this, host buffers that the device reads or writes exist PIPELINE_SLOTS time
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import cycle
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +48,7 @@ from enginewright.runtime.device.adapters import adapter_bytes, model_plan, num_
 from enginewright.runtime.device.cuda.adapters import NO_TABLES, DeviceAdapters
 from enginewright.runtime.device.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.device.cuda.places import DevicePlaces
-from enginewright.runtime.device.cuda.ranks import DeviceRanks, fewest_blocks, packed_parts, rank_weight_bytes
+from enginewright.runtime.device.cuda.ranks import DeviceRanks, packed_parts, rank_weight_bytes
 from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
 from enginewright.runtime.device.cuda.upload import upload_weights, weight_key
 from enginewright.runtime.device.memory_plan import MemoryPlan, limits_of, place_bytes, plan_memory
@@ -126,8 +125,18 @@ class CudaExecutor:
             raise CorruptEngineError("the plan is damaged", "it does not take up what was sampled", "Build it again.")
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
-        free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
-        self.memory_plan = self._plan_memory(config, weights, free)
+        self.memory_plan = (
+            ranks.memory_plan
+            if ranks
+            else plan_memory(
+                self.plan,
+                config,
+                engine.missing_weight_bytes(weights),
+                free=device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes,
+                share=FREE_SHARE,
+                adapter_bytes=adapter_bytes(engine, config),
+            )
+        )
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)
         offsets, arena_bytes = self.plan.arena_offsets(limits)
@@ -139,7 +148,7 @@ class CudaExecutor:
             DevicePlaces(device, count, place_bytes(group))
             for group, count in zip(caches, self.memory_plan.num_blocks, strict=True)
         ]
-        self.weights = upload_weights(engine, device, ALIGN, weights)
+        self.weights: Mapping[str, int] = upload_weights(engine, device, ALIGN, weights)
         self._logits = self._buffers[self.plan.result]
         known = device.allocate(4 * limits.tokens)
         places = {"sizes": self._inputs.sizes, "known": known, "logits": self._logits}
@@ -155,18 +164,6 @@ class CudaExecutor:
         self._buckets = buckets_for(limits.sequences)
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}
         device.synchronize()
-
-    def _plan_memory(self, config: RuntimeConfig, weights: Mapping[str, int], free: int) -> MemoryPlan:
-        """Plans the memory of this GPU, or of all ranks, whose GPUs are taken to be alike."""
-        plan_one = partial(plan_memory, config=config, free=free, share=FREE_SHARE)
-        engine, ranks = self.engine, self.ranks
-        if ranks is None:
-            missing, of_adapters = engine.missing_weight_bytes(weights), adapter_bytes(engine, config)
-            return plan_one(self.plan, weight_bytes=missing, adapter_bytes=of_adapters)
-        if ranks.memory_plan is not None:
-            return ranks.memory_plan
-        each = [engine.for_rank(rank, ranks.size) for rank in range(ranks.size)]
-        return fewest_blocks([plan_one(one.plan, weight_bytes=rank_weight_bytes(one)) for one in each])
 
     @property
     def draw(self) -> Draw:
@@ -326,6 +323,31 @@ class CudaExecutor:
                 group = cache_of(self.plan.caches, operand)
                 memory = self.place_memory[self.plan.caches.index(group)]
                 return memory.address + group.offset_bytes(operand.layer, operand.part)
+
+
+def plan_memory_of_ranks(engine: Engine, device: Device, config: RuntimeConfig, size: int) -> MemoryPlan:
+    """Plans the memory of several GPUs, which are taken to be like this one.
+
+    Args:
+        engine: the open engine.
+        device: the GPU of rank 0, before anything is allocated there.
+        config: limits of a step. The size of the KV cache is that of each GPU.
+        size: number of ranks.
+
+    Returns:
+        The memory plan of rank 0, with no more blocks than each rank has room for.
+
+    Raises:
+        UsageError: the engine was not built for so many ranks.
+        NotEnoughMemoryError: the part of a rank does not fit.
+    """
+    length, limits = limits_of(engine.plan, config)
+    sampler_limits = SamplerLimits.of(limits.sequences, length, engine.plan.vocab_size, len(engine.eos_token_ids))
+    free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
+    each = [engine.for_rank(rank, size) for rank in range(size)]
+    plans = [plan_memory(one.plan, config, rank_weight_bytes(one), free=free, share=FREE_SHARE) for one in each]
+    fewest = tuple(map(min, zip(*(one.num_blocks for one in plans), strict=True)))
+    return replace(plans[0], num_blocks=fewest)
 
 
 def buckets_for(max_sequences: int) -> tuple[int, ...]:

@@ -7,11 +7,11 @@ that, rows of experts, whose number only the GPU knows, are carried as if each r
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from enginewright.plan import BufferOperand, KernelCall, Plan
-from enginewright.rank_plan import EVERY, PACKED
+from enginewright.rank_plan import PACKED
 from enginewright.runtime.device.cuda.upload import range_bytes, weight_parts
 from enginewright.runtime.device.memory_plan import MemoryPlan
 from enginewright.runtime.engine import Engine
@@ -47,7 +47,7 @@ class DeviceRanks:
     carrier: Carrier  # carrier of this rank
     rank: int  # this one
     size: int  # number of ranks
-    memory_plan: MemoryPlan | None = None  # of rank 0, which decides; None: this is rank 0
+    memory_plan: MemoryPlan  # sizes of memory, the same for all ranks
 
 
 def packed_parts(plan: Plan, call: KernelCall, addresses: list[int]) -> dict[int, Packed]:
@@ -78,23 +78,3 @@ def rank_weight_bytes(engine: Engine) -> int:
     """
     own = sum(range_bytes(ranges) for _, ranges in weight_parts(engine).values())
     return own + engine.weight_bytes - engine.plan_weight_bytes()
-
-
-def fewest_blocks(plans: list[MemoryPlan]) -> MemoryPlan:
-    """Returns the memory plan of rank 0, with no more blocks than each rank has room for.
-
-    Args:
-        plans: the memory plan of each rank, as if it were alone.
-    """
-    return replace(plans[0], num_blocks=tuple(map(min, zip(*(one.num_blocks for one in plans), strict=True))))
-
-
-__all__ = [
-    "EVERY",
-    "Carrier",
-    "DeviceRanks",
-    "Packed",
-    "fewest_blocks",
-    "packed_parts",
-    "rank_weight_bytes",
-]

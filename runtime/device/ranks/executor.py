@@ -37,7 +37,7 @@ class RankedExecutor(CpuExecutor):
         config: RuntimeConfig,
         weights: Mapping[str, NDArray[np.uint8]] = MappingProxyType({}),
     ) -> None:
-        _check_options(config)
+        check_options(config)
         self._group = RankGroup(engine, config)
         # Ends the other ranks also if the engine is never closed, such as one that could not be opened after this.
         self._close = weakref.finalize(self, self._group.close)
@@ -84,7 +84,12 @@ class RankedExecutor(CpuExecutor):
         self._close()
 
 
-def _check_options(config: RuntimeConfig) -> None:
+def check_options(config: RuntimeConfig) -> None:
+    """Refuses what ranks do not do yet.
+
+    Raises:
+        UsageError: the config asks for something of that.
+    """
     wanted = {
         "adapters (--lora-modules, --lora-dir, --lora)": config.enable_lora,
         "--kv-cache-disk": config.kv_cache_disk is not None,

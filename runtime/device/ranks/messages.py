@@ -46,6 +46,8 @@ class Start(msgspec.Struct, frozen=True):
     cpus: tuple[int, ...]  # CPUs to run on; (): any
     memory: int | None  # descriptor of the memory over which ranks exchange; None: they exchange over sockets
     sockets: tuple[int, ...] = ()  # descriptors of the sockets to the other ranks, and -1 at its own place
+    gpu: int | None = None  # number of the rank's GPU; None: it computes on the CPU
+    group: bytes = b""  # name by which GPUs find each other
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

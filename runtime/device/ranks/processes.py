@@ -88,6 +88,8 @@ def start_processes(
     memory: int | None = None,
     sockets: Sequence[Sockets] = (),
     suffix: str = "",
+    first_gpu: int | None = None,
+    group: bytes = b"",
 ) -> list[RankProcess]:
     """Starts the ranks of this machine.
 
@@ -98,6 +100,8 @@ def start_processes(
         memory: descriptor of the memory over which they exchange; None: they exchange over sockets.
         sockets: the sockets of each of `ranks`.
         suffix: end of their names.
+        first_gpu: number of the GPU of rank 0, which those of the others follow; None: they compute on CPUs.
+        group: name by which GPUs find each other.
 
     Raises:
         EngineError: the system gives no more processes or descriptors.
@@ -110,7 +114,8 @@ def start_processes(
             if rank == 0:
                 continue
             own = [-1 if one is None else one.fileno() for one in sockets[index]] if sockets else []
-            start = Start(settings, os.path.abspath(path), rank, threads, cpus[index], memory, tuple(own))
+            gpu = None if first_gpu is None else first_gpu + rank
+            start = Start(settings, os.path.abspath(path), rank, threads, cpus[index], memory, tuple(own), gpu, group)
             started.append(RankProcess(f"rank {rank}{suffix}", start))
     except OSError as error:
         end_processes(started)

@@ -1,29 +1,22 @@
 """The part of each rank of an engine: bytes that it reads, keeps and exchanges, computed from plans alone."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from enginewright.errors import UsageError
-from enginewright.plan import BufferOperand, Plan, WeightOperand, step_sizes
-from enginewright.rank_plan import ALL_GATHER, EVERY, bytes_of_gather, plan_of_rank
+from enginewright.plan import BufferOperand, KernelCall, Plan, StepSizes, WeightOperand, step_sizes
+from enginewright.rank_plan import ALL_GATHER, EVERY, PACKED, bytes_of_gather, plan_of_rank
 from enginewright.runtime.config import MAX_RANKS
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.cpu.weight_parts import WeightForm, columns_of, part_of_weight
-from enginewright.targets import CPU
 
 
-def check_ranks(size: int, target: str) -> None:
-    """Checks that an engine may run on several ranks.
-
-    Args:
-        size: number of ranks.
-        target: platform that it runs on.
+def check_ranks(size: int) -> None:
+    """Checks that an engine may run on so many ranks.
 
     Raises:
         UsageError: it may not.
     """
-    if target != CPU:
-        raise UsageError("--tensor-parallel-size works on CPUs alone so far", f"this engine runs on {target}")
     if size > MAX_RANKS:
         raise UsageError(f"--tensor-parallel-size is {size}", f"it must be {MAX_RANKS} or less")
 
@@ -57,7 +50,17 @@ def rank_shares(plan: Plan, form: Callable[[str], WeightForm], size: int) -> lis
         size: number of ranks.
     """
     plans = [plan_of_rank(plan, rank, size, lambda name: columns_of(form(name))) for rank in range(size)]
-    return [_share(one, form, rank, size) for rank, one in enumerate(plans)]
+    return shares_of(plans, form)
+
+
+def shares_of(plans: Sequence[Plan], form: Callable[[str], WeightForm]) -> list[RankShare]:
+    """Computes the part of each rank.
+
+    Args:
+        plans: the plan of each.
+        form: form of a weight, by its name.
+    """
+    return [_share(one, form, rank, len(plans)) for rank, one in enumerate(plans)]
 
 
 def _union_bytes(ranges: Iterable[tuple[str, int, int]]) -> int:
@@ -68,6 +71,12 @@ def _union_bytes(ranges: Iterable[tuple[str, int, int]]) -> int:
         total += max(end - reached, 0)
         weight, reached = name, max(reached, end)
     return total
+
+
+def _packed_bytes(plan: Plan, call: KernelCall, sizes: StepSizes, rank: int) -> int:
+    """Bytes that a GPU receives from a rank in an exchange."""
+    packed = call.operands.get(f"{PACKED}{rank}")
+    return plan.buffers[packed.index].bytes_at(sizes) if isinstance(packed, BufferOperand) else 0
 
 
 def _share(plan: Plan, form: Callable[[str], WeightForm], rank: int, size: int) -> RankShare:
@@ -86,9 +95,12 @@ def _share(plan: Plan, form: Callable[[str], WeightForm], rank: int, size: int) 
         if call.attributes["root"] not in (EVERY, rank):
             continue
         for row in received:
-            others = dict.fromkeys(plan.dims, 0) | {row: 1}
-            of_row = bytes_of_gather(plan, call, step_sizes(**others))
-            received[row] += sum(of_row(other, size) for other in range(size) if other != rank)
+            one = step_sizes(**(dict.fromkeys(plan.dims, 0) | {row: 1}))
+            if call.launches:
+                received[row] += sum(_packed_bytes(plan, call, one, other) for other in range(size) if other != rank)
+            else:
+                of_row = bytes_of_gather(plan, call, one)
+                received[row] += sum(of_row(other, size) for other in range(size) if other != rank)
     return RankShare(
         weight_bytes=_union_bytes(read),
         kv_bytes_per_token=plan.kv_bytes_per_token(),

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +31,9 @@ from enginewright.runtime.device.ranks.messages import (
     encode,
 )
 from enginewright.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from enginewright.runtime.device.cuda.ranked import RankOnGpu
 
 
 def main() -> None:
@@ -88,10 +91,14 @@ class _Connection:
             os._exit(0)  # nothing needs to be closed: files are mapped, and nobody else reads the shared memory
 
 
-def _open(start: Start) -> CpuExecutor:
+def _open(start: Start) -> "CpuExecutor | RankOnGpu":
     settings = start.settings
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)  # before threads compute: their memory is then that of these CPUs
+    if start.gpu is not None:
+        from enginewright.runtime.device.cuda.ranked import open_rank
+
+        return open_rank(start)
     exchange = _exchange(start)
     engine = Engine.open(start.path, "cpu")
     if engine.manifest.content_hash != settings.content_hash:
