@@ -1,30 +1,38 @@
 """Engines for several GPUs that compute one model together: their plans, and answers that have the bits of one."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from enginewright.builder import assembly, build
+from enginewright.builder import assembly, build, rebuild
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.cuda import compile_each
 from enginewright.builder.cuda.sections import to_compile
 from enginewright.builder.progress import Silent
+from enginewright.cli import main
+from enginewright.code import CompiledKernel, write_code
 from enginewright.errors import UsageError
 from enginewright.plan import BufferOperand, KernelCall, PagedCache
 from enginewright.plugins import architectures
 from enginewright.plugins.kernel import Specialization
 from enginewright.plugins.target import Target
 from enginewright.rank_plan import ALL_GATHER
+from enginewright.runtime.commands.quality import QualityReport
 from enginewright.runtime.commands.score import score
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.device import devices
+from enginewright.runtime.device.cuda import ranked
 from enginewright.runtime.device.cuda.executor import CudaExecutor
 from enginewright.runtime.device.cuda.ranks import rank_weight_bytes
+from enginewright.runtime.device.ranks.shares import shares_of
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import SamplingParams
 from enginewright.runtime.sampling.sampler import SampledToken
@@ -34,7 +42,7 @@ from tests.emulator.device import EmulatedDevice
 from tests.emulator.ranks import RanksOnDevices
 from tests.helpers.engines import folder_of_engines
 from tests.helpers.graphs import random_tokens
-from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint
+from tests.helpers.tiny import ALL_EXPERTS, MemoryCheckpoint, tiny_checkpoint
 from tests.ranks.test_bits import CUT
 
 LENGTHS = (1, 2, 33, 61)
@@ -55,6 +63,7 @@ SPLIT: Mapping[str, Any] = {
     "head_dim": 80,
 }
 FEW_MULTIPROCESSORS = 4
+NO_CODE = {"code/sm_80": write_code({"none@1": (CompiledKernel("none"), b"none")})}
 
 
 def checkpoint_of(name: str) -> MemoryCheckpoint:
@@ -86,7 +95,7 @@ def built(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "lower", watched)
-        patch.setattr(build, "code_sections", lambda kernels, targets: {})
+        patch.setattr(build, "code_sections", lambda kernels, targets: NO_CODE)
         build_engine(checkpoint_of(name), config, path)
     return path, kernels
 
@@ -104,7 +113,7 @@ def check(name: str, size: int, *, lengths: Sequence[int] = LENGTHS, **built_as:
             np.testing.assert_array_equal(one, several, err_msg=f"{length} tokens")
         shares = [rank_weight_bytes(engine.for_rank(rank, size)) / engine.weight_bytes for rank in range(size)]
     assert ranks.group.done > 0 and ranks.group.moved_bytes > 0
-    if name in CUT and size == 2:
+    if name in CUT and size == 2 and "method" not in built_as:
         assert max(shares) <= CUT[name][2]
 
 
@@ -235,3 +244,62 @@ def compile_plans(name: str, targets: Sequence[str], *, batch_invariant: bool = 
 def test_kernels_of_ranks_are_compiled() -> None:
     """tests/long has all blocks and architectures."""
     assert compile_plans("one KV head", (PTX,)) > 30
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"tensor_parallel_size": 4}, "cannot be divided among 4 GPUs"),
+        ({"enable_lora": True}, "--tensor-parallel-size does not work with adapters"),
+        ({"nnodes": 2, "master_addr": "127.0.0.1", "secret_file": "SECRET"}, "--nnodes is for CPUs"),
+        ({}, "--tensor-parallel-size 2 needs GPUs 1 to 2: this process sees 1\n"),
+    ],
+)
+def test_what_several_gpus_cannot_do(limits: Mapping[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything is started."""
+    monkeypatch.setattr(ranked, "num_gpus", lambda: 1)
+    config = RuntimeConfig(**{"device": "cuda:1", "tensor_parallel_size": 2, **limits})
+    with Engine.open(built("experts", 2)[0], "cuda") as engine, pytest.raises(UsageError) as caught:
+        devices.open_executor(engine, config)
+    assert why in str(caught.value)
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(main, [str(one) for one in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_inspect_says_for_how_many_gpus_an_engine_is() -> None:
+    path, _ = built("experts", 2)
+    assert "  GPUs       1 or 2, by --tensor-parallel-size\n" in run("inspect", path)
+    summary = json.loads(run("inspect", path, "--json", "-tp", 2))
+    assert summary["gpus"] == [1, 2] and summary["recipe"]["tensor_parallel_size"] == 2
+    kept = [share["kv_bytes_per_token"] for share in summary["ranks"]]
+    with Engine.open(path, "cuda") as engine:
+        assert kept == [engine.plan.kv_bytes_per_token() * heads // 3 for heads in (1, 2)]
+        assert all(share["weight_bytes"] < 0.7 * engine.weight_bytes for share in summary["ranks"])
+    assert all(share["received_bytes_per_token"] > 0 for share in summary["ranks"])
+    refused = CliRunner().invoke(main, ["inspect", str(path), "-tp", "3"])
+    assert refused.exit_code == 2 and "it was built for 1 or 2" in refused.stderr
+
+
+def test_build_and_its_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, path = tiny_checkpoint(tmp_path, "llama"), tmp_path / "two.engine"
+    wanted = ("build", checkpoint, "--target", "cuda:sm_80", "-tp", 2, "--gate", "off", "--output", path)
+    forecast = json.loads(run(*wanted, "--dry-run", "--json"))
+    assert len(forecast["ranks"]) == 2 and forecast["recipe"]["tensor_parallel_size"] == 2
+    monkeypatch.setattr(build, "code_sections", lambda kernels, targets: NO_CODE)
+    run(*wanted)
+    with Engine.open(path, "cuda") as engine:
+        assert engine.rank_sizes == (2,)
+        shares = shares_of([engine.for_rank(rank, 2).plan for rank in range(2)], lambda name: engine.weight(name)[1])
+    assert [asdict(share) for share in shares] == forecast["ranks"]
+    refused = CliRunner().invoke(main, ["build", str(checkpoint), "-tp", "2", "--output", str(tmp_path / "x.engine")])
+    assert refused.exit_code == 2 and "on CPUs an engine is cut when it is loaded" in refused.stderr
+
+
+def test_an_engine_of_ranks_is_built_again_from_its_recipe() -> None:
+    with Engine.open(built("experts", 2)[0], "cuda") as engine:
+        config = rebuild._config(Path("x"), engine.manifest, QualityReport("off"), checkpoint_of("experts"))
+    assert config.tensor_parallel_size == 2

@@ -5,6 +5,7 @@ is queued while a graph is captured is part of the graph.
 """
 
 import ctypes
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,8 +45,8 @@ class NcclCarrier:
     def __init__(self, device: CudaDevice, group: bytes, rank: int, size: int) -> None:
         self._nccl, self._stream, self._rank = _bindings(), device.stream, rank
         device.bind()
-        no_config = 0
-        self._communicator: int | None = self._call("comm_init_rank_scalable", size, rank, 1, group, no_config)
+        names, no_config = bytearray(group), 0
+        self._communicator: int | None = self._call("comm_init_rank_scalable", size, rank, 1, names, no_config)
 
     def exchange(self, parts: Mapping[int, Packed], root: int) -> Callable[[int], None]:
         nccl, rank, stream = self._nccl, self._rank, self._stream
@@ -107,8 +108,7 @@ def _bindings() -> Any:
         NoCodeForMachineError: they are not installed.
     """
     try:
-        from nccl.bindings import nccl
-
+        nccl: Any = importlib.import_module("nccl.bindings.nccl")
         nccl.get_version()  # loads the library
     except (ImportError, RuntimeError) as error:  # nccl4py raises a RuntimeError where the library is not found
         raise NoCodeForMachineError(

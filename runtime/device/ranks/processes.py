@@ -11,7 +11,7 @@ from contextlib import suppress
 from enginewright.errors import EngineError
 from enginewright.runtime.device.machine import cpus_of_ranks, num_cores
 from enginewright.runtime.device.ranks.messages import Pipe, Settings, Start, encode
-from enginewright.runtime.env import worker_environment
+from enginewright.runtime.env import gpu_worker_environment, worker_environment
 
 WORKER = "enginewright.runtime.device.ranks.worker"
 END_TIMEOUT_S = 2.0  # maximum seconds until a process has ended by itself
@@ -39,7 +39,7 @@ class RankProcess:
                     # Without site, as worker_process.py does.
                     [sys.executable, "-S", "-P", "-m", WORKER, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
-                    env=worker_environment(),
+                    env=worker_environment() if start.gpu is None else gpu_worker_environment(),
                     pass_fds=(theirs.fileno(), *descriptors),
                     process_group=0,  # so that Ctrl-C in a terminal does not reach it
                 )
