@@ -105,7 +105,7 @@ class Engine:
             raise UsageError(
                 f"{self.file.path} cannot be divided among {size} GPUs",
                 f"it was built for {ways}: kernels for GPUs are compiled for the part of each",
-                f"Build it again with --tensor-parallel-size {size}.",
+                f"Build it again with --tensor-parallel-size {size}, or leave the option out.",
             )
         other = copy.copy(self)
         other.plan = Plan.from_json(bytes(self.file.section(section)))

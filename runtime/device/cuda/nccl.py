@@ -52,20 +52,23 @@ class NcclCarrier:
         nccl, rank, stream = self._nccl, self._rank, self._stream
         byte = int(nccl.DataType.Uint8)
 
-        def queue(source: int, packed: Packed, rows: int) -> None:
+        def queue(communicator: int, source: int, packed: Packed, rows: int) -> None:
             address, count = packed.address, rows * packed.row_bytes
             if root == EVERY:
-                nccl.broadcast(address, address, count, byte, source, self._communicator, stream)
+                nccl.broadcast(address, address, count, byte, source, communicator, stream)
             elif rank == root != source:
-                nccl.recv(address, count, byte, source, self._communicator, stream)
+                nccl.recv(address, count, byte, source, communicator, stream)
             elif rank == source != root:
-                nccl.send(address, count, byte, root, self._communicator, stream)
+                nccl.send(address, count, byte, root, communicator, stream)
 
         def run(rows: int) -> None:
+            communicator = self._communicator
+            if communicator is None:
+                raise EngineError("GPUs exchange nothing any more", "the engine has failed, or is closed")
             try:
                 nccl.group_start()
                 for source, packed in parts.items():
-                    queue(source, packed, rows)
+                    queue(communicator, source, packed, rows)
                 nccl.group_end()
             except nccl.NCCLError as error:
                 raise _failed("an exchange", error) from error

@@ -174,7 +174,7 @@ class _Group:
     def __init__(self, settings: Settings, path: str, first_gpu: int, group: bytes) -> None:
         self._tell: Callable[[EngineError], None] | None = None  # what to call when the group fails
         self._carrier: NcclCarrier | None = None
-        self._lost: EngineError | None = None
+        self._lost: Failed | None = None  # why the group has failed
         processes = start_processes(settings, path, range(settings.size), first_gpu=first_gpu, group=group)
         self._watch = Watch(processes, self._check_exchanges, self._fail)
 
@@ -214,20 +214,20 @@ class _Group:
     def check(self) -> None:
         """Raises RankLostError if a rank is lost: what this GPU has computed since then is of no use."""
         if self._lost is not None:
-            raise self._lost
+            raise error_of(self._lost)
 
     def on_failure(self, failed: Callable[[EngineError], None]) -> None:
         """Calls `failed` once the group fails, from another thread, or now if it has failed."""
         self._tell = failed
         if self._lost is not None:
-            failed(self._lost)
+            failed(error_of(self._lost))
 
     def close(self) -> None:
         """Ends the processes."""
         self._tell = None
+        self._watch.close()  # whose thread asks the carrier, so it comes first
         if self._carrier is not None:
             self._carrier.close()
-        self._watch.close()
 
     def _check_exchanges(self) -> None:
         if self._carrier is not None:
@@ -237,12 +237,12 @@ class _Group:
                 raise RankLostError(error.what, error.why, "Start it again.") from error
 
     def _fail(self, member: Member | None, failed: Failed) -> None:
-        self._lost = error_of(failed)
+        self._lost = failed
         if self._carrier is not None:
             self._carrier.close()  # this GPU may wait for one that is lost
         tell = self._tell
         if tell is not None:
-            tell(self._lost)
+            tell(error_of(failed))
 
 
 class _Checked:
