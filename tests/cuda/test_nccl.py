@@ -70,9 +70,10 @@ def test_two_gpus_answer_as_one(both: Path, tmp_path: Path, monkeypatch: pytest.
     found = said("tests.emulator.ranks_on_driver", both, listed, given, **more)
     assert len(found["one"]) == 2 * len(prompts) and all(len(tokens) == TOKENS for tokens, _ in found["one"])
     assert found["two"] == found["one"]
-    assert found["left"] == [0, 0, 0]
+    assert found["left"] == [0, 0, 0, 0]
     assert "rank 1: process " in found["lost"] and "was ended by signal SIGKILL" in found["lost"]
-    assert sum(one.name.startswith("group-") for one in tmp_path.iterdir()) == 2
+    assert "rank 1: process " in found["refused"] and "was ended by exit code 1" in found["refused"]
+    assert sum(one.name.startswith("group-") for one in tmp_path.iterdir()) == 3
 
 
 def test_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class Settings(msgspec.Struct, frozen=True):
     size: int  # number of ranks
     memory_plan: MemoryPlan  # sizes of the memory of rank 0
     slot_bytes: int  # maximum number of bytes of an exchange from one rank
-    isa: str  # instruction set, on which the bits of results depend
+    isa: str  # instruction set, or architecture of GPUs, on which the bits of results depend
     threads: int | None  # threads of a rank; None: its machine decides
     mmap: bool  # as in RuntimeConfig
 

@@ -35,9 +35,10 @@ class RankProcess:
         descriptors = [one for one in (start.memory, *start.sockets) if one is not None and one >= 0]
         try:
             with theirs:
+                # Without site, as worker_process.py does; but nccl4py finds NCCL by the folders that site knows.
+                flags = ["-S", "-P"] if start.gpu is None else ["-P"]
                 self._process = subprocess.Popen(
-                    # Without site, as worker_process.py does.
-                    [sys.executable, "-S", "-P", "-m", WORKER, str(theirs.fileno())],
+                    [sys.executable, *flags, "-m", WORKER, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     env=worker_environment() if start.gpu is None else gpu_worker_environment(),
                     pass_fds=(theirs.fileno(), *descriptors),
@@ -114,8 +115,8 @@ def start_processes(
             if rank == 0:
                 continue
             own = [-1 if one is None else one.fileno() for one in sockets[index]] if sockets else []
-            gpu = None if first_gpu is None else first_gpu + rank
-            start = Start(settings, os.path.abspath(path), rank, threads, cpus[index], memory, tuple(own), gpu, group)
+            gpu, own_cpus = (None, cpus[index]) if first_gpu is None else (first_gpu + rank, ())
+            start = Start(settings, os.path.abspath(path), rank, threads, own_cpus, memory, tuple(own), gpu, group)
             started.append(RankProcess(f"rank {rank}{suffix}", start))
     except OSError as error:
         end_processes(started)
