@@ -42,14 +42,14 @@ from enginewright.plan import (
     WeightOperand,
     cache_of,
 )
-from enginewright.rank_plan import ALL_GATHER, PACKED
+from enginewright.rank_plan import ALL_GATHER, EVERY, PACKED, ROOT
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.adapters import adapter_bytes, model_plan, num_slots, served_sites
 from enginewright.runtime.device.cuda.adapters import NO_TABLES, DeviceAdapters
 from enginewright.runtime.device.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.device.cuda.places import DevicePlaces
-from enginewright.runtime.device.cuda.ranks import DeviceRanks, packed_parts, rank_weight_bytes
-from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
+from enginewright.runtime.device.cuda.ranks import DeviceRanks, Packed, packed_parts, rank_weight_bytes
+from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, SAMPLED_ROW, DeviceSampler, SamplerLimits
 from enginewright.runtime.device.cuda.upload import upload_weights, weight_key
 from enginewright.runtime.device.memory_plan import MemoryPlan, limits_of, place_bytes, plan_memory
 from enginewright.runtime.engine import Engine
@@ -96,14 +96,14 @@ class CudaExecutor:
         weights: addresses of the weights of another executor of the same engine on the same GPU, which are not uploaded
             again. That executor must be closed after this one.
         ranks: the GPUs that compute the model together, this one among them, for an engine with the plan of this rank
-            (`Engine.for_rank`); None: it is alone. The host has to know the tokens of a step before it, since only
-            rank 0 samples them.
+            (`Engine.for_rank`); None: it is alone.
 
     Raises:
         NotEnoughMemoryError: weights, arena and KV cache do not fit.
         CorruptEngineError: plan and code do not match.
     """
 
+    steps_ahead = PIPELINE_SLOTS - 1
     max_top_logprobs = MAX_LOGPROBS
 
     def __init__(
@@ -115,7 +115,7 @@ class CudaExecutor:
         ranks: DeviceRanks | None = None,
     ) -> None:
         config = config or RuntimeConfig()
-        self.ranks, self.steps_ahead = ranks, PIPELINE_SLOTS - 1 if ranks is None else 0
+        self.ranks = ranks
         self.engine, self.plan, self.device = engine, model_plan(engine, config), device
         self.isa, self.threads = device.architecture, 0
         if self.plan.sampling is None:
@@ -155,6 +155,10 @@ class CudaExecutor:
         places["logit_rows"] = self._inputs.addresses["logit_rows"]
         self._sampler = DeviceSampler(self.plan.sampling, sampler_limits, places, device)
         self._of_steps = {"sampled": self._sampler.sampled, "known": known}  # tokens from step to step
+        self._share_sampled: Callable[[int], None] | None = None  # gives all ranks what rank 0 has sampled
+        if ranks is not None:
+            rows = {ROOT: Packed(self._sampler.sampled, SAMPLED_ROW.itemsize)}
+            self._share_sampled = ranks.carrier.exchange(rows, EVERY)
         self._adapters: DeviceAdapters | None = None
         self._launches = {False: self._launches_of(engine.plan)}  # by whether rows of the step have adapters
         if config.enable_lora:
@@ -213,6 +217,8 @@ class CudaExecutor:
         self._inputs.upload(arrays, sizes)
         if inputs.hidden is not None:
             self._write(self.plan.given[HIDDEN_BEFORE], inputs.hidden)
+        if self._share_sampled is not None and (inputs.arrays["tokens"] < 0).any():
+            self._share_sampled(self.memory_plan.limits.sequences)  # tokens that the host does not know
         bucket = bucket_of(sizes, self._buckets)
         if bucket is not None:
             self._graph(bucket, adapted)()

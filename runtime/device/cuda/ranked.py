@@ -3,7 +3,9 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from queue import SimpleQueue
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from enginewright.runtime.device.cuda.device import CudaDevice, num_gpus
 from enginewright.runtime.device.cuda.executor import CudaExecutor, DeviceRows, plan_memory_of_ranks
 from enginewright.runtime.device.cuda.nccl import NcclCarrier, new_group
 from enginewright.runtime.device.cuda.ranks import DeviceRanks
+from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS
 from enginewright.runtime.device.ranks.executor import check_options
 from enginewright.runtime.device.ranks.member import RankLostError
 from enginewright.runtime.device.ranks.messages import Failed, Settings, Start, Step
@@ -88,7 +91,11 @@ class RankedCudaExecutor(CudaExecutor):
             RankLostError: a rank has ended, or does not answer.
         """
         self._group.send(Step.of(inputs, [entry.name for entry in self.plan.inputs]))
-        return super().run(inputs)
+        try:
+            return super().run(inputs)
+        except EngineError:
+            self._group.check()  # an exchange that another rank has left fails here, too
+            raise
 
     def watch(self, failed: Callable[[EngineError], None]) -> None:
         """Calls `failed` from another thread if a rank ends."""
@@ -111,12 +118,32 @@ class RankedCudaExecutor(CudaExecutor):
 
 
 class RankOnGpu(CudaExecutor):
-    """A rank other than rank 0, in its own process. It waits for each step, since it has nothing else to do."""
+    """A rank other than rank 0, in its own process. A thread waits for each step, whose outputs nobody reads."""
+
+    def watch(self, failed: Callable[[EngineError], None]) -> None:
+        """Calls `failed` from a thread if a step fails. Steps are run after this."""
+        self._free, self._running = SimpleQueue[Any](), SimpleQueue[Any]()  # events
+        for _ in range(PIPELINE_SLOTS):
+            self._free.put(self.device.event(sleeps=True))
+
+        def wait() -> None:
+            try:
+                self.device.bind()
+                while True:
+                    event = self._running.get()
+                    self.device.wait(event)
+                    self._free.put(event)
+            except EngineError as error:
+                failed(error)
+
+        threading.Thread(target=wait, name="wait for steps", daemon=True).start()
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """Runs one step."""
+        """Queues one step, as soon as no more than PIPELINE_SLOTS are queued with it."""
+        event = self._free.get()
         outputs = super().run(inputs)
-        self.device.synchronize()
+        self.device.record(event)
+        self._running.put(event)
         return outputs
 
 

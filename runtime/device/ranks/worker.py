@@ -44,16 +44,20 @@ def main() -> None:
     steps = mine.steps()  # from now on the process ends with the connection
     try:
         executor = _open(start)
+        executor.watch(lambda error: mine.send(_failed(who, error)))
         names = [entry.name for entry in executor.plan.inputs]
         mine.send(Ready())
         while True:
             executor.run(steps.get().inputs(executor.plan.dims, names))
     except EngineError as error:
-        lost = isinstance(error, RankLostError)
-        mine.send(Failed(who, error.what, error.why, error.fix, error.exit_code, lost))
+        mine.send(_failed(who, error))
     except Exception as error:
         mine.send(Failed(who, type(error).__name__, str(error)))
         raise
+
+
+def _failed(who: str, error: EngineError) -> Failed:
+    return Failed(who, error.what, error.why, error.fix, error.exit_code, isinstance(error, RankLostError))
 
 
 class _Connection:
