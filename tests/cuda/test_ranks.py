@@ -15,11 +15,12 @@ from enginewright.builder import assembly, build, rebuild
 from enginewright.builder.build import BuildConfig, build_engine, quant_config
 from enginewright.builder.cuda import compile_each
 from enginewright.builder.cuda.sections import to_compile
+from enginewright.builder.draft import FirstLayers
 from enginewright.builder.progress import Silent
 from enginewright.cli import main
 from enginewright.code import CompiledKernel, write_code
 from enginewright.errors import UsageError
-from enginewright.plan import BufferOperand, KernelCall, PagedCache
+from enginewright.plan import BufferOperand, KernelCall, PagedCache, Plan, WeightOperand
 from enginewright.plugins import architectures
 from enginewright.plugins.kernel import Specialization
 from enginewright.plugins.target import Target
@@ -297,6 +298,23 @@ def test_build_and_its_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [asdict(share) for share in shares] == forecast["ranks"]
     refused = CliRunner().invoke(main, ["build", str(checkpoint), "-tp", "2", "--output", str(tmp_path / "x.engine")])
     assert refused.exit_code == 2 and "on CPUs an engine is cut when it is loaded" in refused.stderr
+
+
+def test_a_draft_of_whole_layers_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has parts of the layers, and for the draft the same layers once more."""
+    monkeypatch.setattr(build, "code_sections", lambda kernels, targets: NO_CODE)
+    config = BuildConfig(targets=("cuda:sm_80",), batch_invariant=True, tensor_parallel_size=2, gate=None)
+    build_engine(checkpoint_of("experts"), config, tmp_path / "skip.engine", draft=FirstLayers(1))
+    with Engine.open(tmp_path / "skip.engine", "cuda") as engine, Engine.open(built("experts", 2)[0], "cuda") as alone:
+        own, draft = rank_weight_bytes(alone.for_rank(0, 2)), engine.for_role("skip")
+        cut = {one.name for one in _weights(engine.for_rank(0, 2).plan) if one.rows or one.matrices}
+        more = sum(engine.weight(name)[1].nbytes for name in cut & set(draft.plan.weight_names()))
+        assert rank_weight_bytes(engine.for_rank(0, 2)) == own + more > own
+
+
+def _weights(plan: Plan) -> list[WeightOperand]:
+    operands = (operand for call in plan.calls for operand in call.operands.values())
+    return [operand for operand in operands if isinstance(operand, WeightOperand)]
 
 
 def test_an_engine_of_ranks_is_built_again_from_its_recipe() -> None:

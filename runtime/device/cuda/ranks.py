@@ -71,10 +71,12 @@ def packed_parts(plan: Plan, call: KernelCall, addresses: list[int]) -> dict[int
 
 
 def rank_weight_bytes(engine: Engine) -> int:
-    """Computes the bytes of the weights that a rank loads, and of those that only other models of the engine read.
+    """Computes the bytes of the weights that a rank loads, with those of drafts, which rank 0 computes whole.
 
     Args:
         engine: the open engine, with the plan of the rank.
     """
-    own = sum(range_bytes(ranges) for _, ranges in weight_parts(engine).values())
-    return own + engine.weight_bytes - engine.plan_weight_bytes()
+    parts = weight_parts(engine)
+    of_drafts = {name for role in engine.manifest.roles for name in engine.for_role(role).plan.weight_names()}
+    whole = sum(engine.weight(name)[1].nbytes for name in of_drafts - parts.keys())
+    return whole + sum(range_bytes(ranges) for _, ranges in parts.values())
