@@ -18,7 +18,7 @@ from enginewright.plan import Buffer, BufferOperand, CacheGroup, KernelCall, Lau
 from enginewright.plugins import KernelBinding
 from enginewright.plugins.elementwise.exchange_cuda import EXCHANGE_SOURCES, copy_launch
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix
-from enginewright.rank_plan import ALL_GATHER, EVERY, PACKED, part_of_gather, plan_of_rank, units_of_rank
+from enginewright.rank_plan import ALL_GATHER, EVERY, PACKED, part_of_gather, plan_of_rank
 from enginewright.runtime.device.cpu.weight_parts import columns_of
 
 _NUMBER = "number"  # attribute by which a cut call is found among the whole ones, only in between
@@ -139,7 +139,7 @@ class _RankLowering:
 
     def _exchange(self, call: KernelCall) -> KernelCall:
         """Gives an exchange a buffer for each rank's part, and the launches that fill its own, and read the others."""
-        x, starts = call.operands["x"], call.operands.get("starts")
+        x = call.operands["x"]
         assert isinstance(x, BufferOperand)
         dtype, rows, all_columns = self.buffers[x.index]
         receives = call.attributes["root"] in (EVERY, self.rank)
@@ -156,15 +156,14 @@ class _RankLowering:
             matrices[role] = dataclasses.replace(matrices[role], padded=matrices[role].columns + zeros)
         described = self.specializer.call(matrices, {})
 
-        def copied(rank: int, source: str, to: str) -> Launch:
-            experts = units_of_rank(starts.columns - 1, rank, self.size) if isinstance(starts, BufferOperand) else None
-            return self.specializer.named(copy_launch(described, source, to, experts), EXCHANGE_SOURCES)
+        def copied(source: str, to: str) -> Launch:
+            return self.specializer.named(copy_launch(described, source, to), EXCHANGE_SOURCES)
 
-        launches = [copied(self.rank, _part(self.rank), f"{PACKED}{self.rank}")] if self.rank in parts else []
+        launches = [copied(_part(self.rank), f"{PACKED}{self.rank}")] if self.rank in parts else []
         for rank in parts if receives else ():
             # A rank has its own part, but perhaps not the zeros after it.
-            if rank != self.rank or (starts is None and written.get(_part(rank))):
-                launches.append(copied(rank, f"{PACKED}{rank}", _part(rank)))
+            if rank != self.rank or written.get(_part(rank)):
+                launches.append(copied(f"{PACKED}{rank}", _part(rank)))
         return replace(call, operands=operands, launches=tuple(launches))
 
     def _matrix(self, operand: Operand, buffers: Sequence[BufferShape], groups: Sequence[CacheGroup]) -> Matrix:

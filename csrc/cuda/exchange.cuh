@@ -13,9 +13,6 @@ struct CopyRows {
   int rows;    // of the matrix, in a step: the position of their dim
   int copies;  // rows for each of that
   int word, columns, padded, from_stride, to_stride;
-  // Of rows that are sorted by experts: only those of experts from the first on, before the second; 0, 0:
-  // all.
-  int first_expert, end_expert;
 };
 
 template <int BYTES>
@@ -43,16 +40,12 @@ struct WordOf<16> {
 
 constexpr int COPY_ROWS_THREADS = 128;
 
-// A block a row. starts: the first row of each expert, and the end.
+// A block a row.
 template <CopyRows S>
 KERNEL(COPY_ROWS_THREADS)
-copy_rows(const Sizes* sizes, const typename WordOf<S.word>::type* from,
-          [[maybe_unused]] const int32_t* starts, typename WordOf<S.word>::type* to) {
+copy_rows(const Sizes* sizes, const typename WordOf<S.word>::type* from, typename WordOf<S.word>::type* to) {
   int row = block_x();
   if (row >= (*sizes)[S.rows] * S.copies) return;
-  if constexpr (S.end_expert > 0) {
-    if (row < starts[S.first_expert] || row >= starts[S.end_expert]) return;
-  }
   from += int64_t{row} * S.from_stride;
   to += int64_t{row} * S.to_stride;
   for (int c = thread_index(); c < S.padded; c += COPY_ROWS_THREADS)

@@ -15,14 +15,13 @@ THREADS = 128
 WORD_BYTES = 16  # most bytes that a thread copies at once
 
 
-def copy_launch(call: Call, source: str, to: str, experts: tuple[int, int] | None = None) -> Launch:
+def copy_launch(call: Call, source: str, to: str) -> Launch:
     """Makes the launch that copies rows.
 
     Args:
         call: the exchange.
         source: role of the rows that are read.
         to: role of where they are written, with zeros up to its `padded`.
-        experts: the first one and their number, of which rows are copied, sorted by `starts`; None: all rows.
     """
     x, y = call.operands[source], call.operands[to]
     item = DTYPES[x.dtype].bytes
@@ -31,7 +30,6 @@ def copy_launch(call: Call, source: str, to: str, experts: tuple[int, int] | Non
     for elements in (x.columns, padded, x.stride, y.stride, x.column, y.column):
         word = gcd(word, elements * item)
     rows, copies = call.copies(source)
-    first, count = experts or (0, 0)
     kernel = expression(
         "copy_rows",
         "CopyRows",
@@ -42,7 +40,5 @@ def copy_launch(call: Call, source: str, to: str, experts: tuple[int, int] | Non
         padded=padded * item // word,
         from_stride=x.stride * item // word,
         to_stride=y.stride * item // word,
-        first_expert=first,
-        end_expert=first + count,
     )
-    return Launch(kernel, (source, "starts", to), (blocks(x.rows), ONE, ONE), THREADS)
+    return Launch(kernel, (source, to), (blocks(x.rows), ONE, ONE), THREADS)

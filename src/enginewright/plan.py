@@ -302,7 +302,8 @@ class WeightOperand(
     name: str  # name of the weight
     # Ranges of rows, each the first and their number, one after the other; (): all. Only plans of ranks have any.
     rows: tuple[tuple[int, int], ...] = ()
-    # Of matrices, one for each expert: the first, their number, and of how many; None: all. As for `rows`.
+    # Of matrices, one for each expert: the first, their number, and of how many, of each of which there are `rows`;
+    # None: all. As for `rows`.
     matrices: tuple[int, int, int] | None = None
 
     def check(self, plan: "Plan", call: str, role: str) -> None:

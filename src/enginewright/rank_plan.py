@@ -6,10 +6,10 @@ as on a single one, and answers have the same bits on any number of ranks. Peers
 (https://arxiv.org/abs/1909.08053) and add partial sums: half as many exchanges, but more bytes where the sums are
 gathered in fp32 to be added in a fixed order, and other bits for other numbers of ranks.
 
-Attention and recurrences are cut by heads, with their caches, and layers of experts by experts. Kernels without a rule
-are computed whole on each rank. For CPUs an engine need not be built for ranks: what a rank reads of a weight is a
-range of its bytes in the mapped file. For GPUs the plans of ranks are made in the build, since kernels are specialized
-to sizes.
+Attention and recurrences are cut by heads, with their caches, and on CPUs layers of experts by experts. Kernels without
+a rule are computed whole on each rank. For CPUs an engine need not be built for ranks: what a rank reads of a weight is
+a range of its bytes in the mapped file. For GPUs the plans of ranks are made in the build, since kernels are
+specialized to sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +32,7 @@ from enginewright.plan import (
     StepSizes,
     WeightOperand,
 )
+from enginewright.targets import CPU
 
 ALL_GATHER = EXCHANGE
 # Start of the roles of the buffers that ranks exchange on GPUs, one for each rank's part; the rank's number follows.
@@ -116,16 +117,14 @@ def plan_of_rank(plan: Plan, rank: int, size: int, width: Callable[[str], int]) 
 
 
 def part_of_gather(call: KernelCall, rank: int, size: int) -> BufferOperand | None:
-    """Finds the columns that a rank sends in an exchange; None if it has none. Of experts, a rank sends whole rows.
+    """Finds the columns that a rank sends in an exchange; None if it has none.
 
     Args:
-        call: a call of ALL_GATHER.
+        call: a call of ALL_GATHER, without experts.
         rank: the rank.
         size: number of ranks.
     """
     x, unit = _buffer(call, "x"), int(call.attributes["unit"])
-    if "starts" in call.operands:
-        return x
     first, count = units_of_rank(x.columns // unit, rank, size)
     return BufferOperand(x.index, x.column + first * unit, count * unit) if count else None
 
@@ -236,6 +235,9 @@ class _Cutting:
 
     def __init__(self, plan: Plan, rank: int, size: int, width: Callable[[str], int]) -> None:
         self.plan, self.rank, self.size, self.width = plan, rank, size, width
+        # On CPUs a rank has whole experts, and sends their rows. On GPUs it has a part of each: only the device knows
+        # how many rows an expert has, but the host says how many bytes are exchanged.
+        self.has_whole_experts = plan.target == CPU
         self.calls: list[KernelCall] = []
         self.cuts: dict[int, list[Cut]] = {}  # buffer → columns that are computed in parts
         self.experts: dict[int, Experts] = {}  # buffer → experts whose rows are computed in parts
@@ -280,7 +282,8 @@ class _Cutting:
         if kernel in _BY_HEADS:
             return self._by_heads(call)
         if kernel.startswith("gemm_"):
-            return self._experts(call) if "starts" in call.operands else self._product(call)
+            by_experts = "starts" in call.operands and self.has_whole_experts
+            return self._experts(call) if by_experts else self._product(call)
         if kernel in _BY_COLUMNS:
             return self._by_columns(call)
         return kernel in _BY_ROWS and self._by_rows(call)
@@ -461,12 +464,14 @@ class _Cutting:
             return False
         self._gather_inputs(call)
         is_gated = call.attributes["epilogue"] != "none"
+        experts = Experts(_buffer(call, "starts")).num_experts if "starts" in call.operands else 0
+        each = (0, experts, experts) if experts else None
         for piece in pieces:
             begin, columns = self._part(piece)
             first = begin - out.column
             rows = ((first, columns), *([(out.columns + first, columns)] if is_gated else []))
             operands = {
-                role: replace(operand, rows=rows) if isinstance(operand, WeightOperand) else operand
+                role: replace(operand, rows=rows, matrices=each) if isinstance(operand, WeightOperand) else operand
                 for role, operand in call.operands.items()
             }
             operands["out"] = BufferOperand(out.index, begin, columns)

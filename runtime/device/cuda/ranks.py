@@ -2,8 +2,7 @@
 
 Each has a plan of its own, made in the build (builder/lower/ranks.py), and runs the same steps. In an exchange
 (all_gather@1) a rank copies its part to a buffer, a carrier brings every rank's buffer to the others, and kernels copy
-them to where they belong. The host knows the sizes of all buffers before a step, so nothing waits for the GPU. For
-that, rows of experts, whose number only the GPU knows, are carried as if each rank had all of them.
+them to where they belong. The host knows the sizes of all buffers before a step, so nothing waits for the GPU.
 """
 
 from collections.abc import Callable, Mapping
