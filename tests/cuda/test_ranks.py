@@ -115,7 +115,7 @@ def check(name: str, size: int, *, lengths: Sequence[int] = LENGTHS, **built_as:
         shares = [rank_weight_bytes(engine.for_rank(rank, size)) / engine.weight_bytes for rank in range(size)]
     assert ranks.group.done > 0 and ranks.group.moved_bytes > 0
     if name in CUT and size == 2 and "method" not in built_as:
-        assert max(shares) <= CUT[name][2]
+        assert max(shares) <= CUT[name][2] + 0.02  # experts are cut by blocks of 16 rows, of which tiny ones have few
 
 
 @pytest.mark.parametrize("name", SOME)
