@@ -27,7 +27,7 @@ from enginewright.dtypes import KV_CACHES
 from enginewright.embedding import EMBEDDING
 from enginewright.engine_file import EngineWriter
 from enginewright.errors import EngineError, UsageError
-from enginewright.manifest import WEIGHTS, About, Limits, plan_section
+from enginewright.manifest import WEIGHTS, About, Limits, plan_section, rank_plan_section
 from enginewright.passes.graph import head_of
 from enginewright.passes.pass_manager import PassResult
 from enginewright.passes.pipeline import run_for_target, run_pipeline
@@ -37,12 +37,12 @@ from enginewright.passes.quant.recover import Recover
 from enginewright.passes.weights import open_rows
 from enginewright.plan import Plan
 from enginewright.plugins.kernel import Specialization
-from enginewright.plugins.target import targets_of
+from enginewright.plugins.target import Target, targets_of
 from enginewright.runtime import env
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.text.chat_template import ChatTemplate
 from enginewright.runtime.text.tokenizer import SPECIAL_TOKENS
-from enginewright.targets import CPU
+from enginewright.targets import CPU, CUDA
 
 NOT_RECOVERED = ("bf16", "mxfp4")  # methods whose weights have no scales, or only powers of two
 
@@ -62,6 +62,8 @@ class BuildConfig:
     recover: int | None = None  # maximum number of steps that train scales and norms; None trains nothing
     rotate: bool = False  # True to rotate activations, so that no channel is far larger than others
     batch_invariant: bool = False  # True if a completion has the same bits in any batch, on GPUs, too
+    # GPUs that may compute the model together: the engine has a plan for each; on CPUs, any number can without
+    tensor_parallel_size: int = 1
     # source of calibration texts, as in `builder.calibration`; None if the method needs no calibration
     calib_data: str | None = None
     calib_size: int | None = None  # number of calibration texts; None if the method needs no calibration
@@ -77,11 +79,21 @@ class BuildConfig:
         """Method of weights that are not quantized yet."""
         return self.quant or Bf16()
 
+    def ranks_of(self, target: Target) -> int:
+        """Returns the number of ranks that there are plans for on a target."""
+        return self.tensor_parallel_size if target.name == CUDA else 1
+
     @property
     def for_draft(self) -> "BuildConfig":
         """Options for the draft."""
         return replace(
-            self, quant=self.draft_quant or self.quant, draft_quant=None, rotate=False, recover=None, notes=()
+            self,
+            quant=self.draft_quant or self.quant,
+            draft_quant=None,
+            rotate=False,
+            recover=None,
+            notes=(),
+            tensor_parallel_size=1,
         )
 
 
@@ -163,6 +175,7 @@ class Assembly:
                 "batch_invariant": config.batch_invariant,
                 **({"rotate": True} if config.rotate else {}),
                 **({"recover": config.recover} if config.recover else {}),
+                **({"tensor_parallel_size": config.tensor_parallel_size} if config.tensor_parallel_size > 1 else {}),
                 **self.roles,
                 **recipe,
             },
@@ -221,13 +234,13 @@ def assemble(
         graphs.append(run_for_target(dense[0].clone(), config.method, target, dump, kv_dtype))
     progress.phase("lower to a plan")
     lowered = [
-        lower(graph, target, max_seq_len, config.batch_invariant)
+        lower(graph, target, max_seq_len, config.batch_invariant, config.ranks_of(target))
         for graph, target in zip(graphs, (first, *others), strict=True)
     ]
     plans = {entry.plan.target: entry.plan for entry in lowered}
     progress.phase("read the tokenizer")
     check_generation_config(checkpoint.generation_config, plans[first.name].vocab_size)
-    files = _files(checkpoint, plans)
+    files = plan_files(lowered) | _files(checkpoint)
     if embedding is not None:
         files[EMBEDDING] = embedding.encode()
     if not config.rotate:  # adapters are trained for weights that are not rotated
@@ -360,11 +373,24 @@ def _try_template(source: str, names: bytes) -> str | None:
     return None
 
 
-def _files(checkpoint: Checkpoint, plans: Mapping[str, Plan]) -> dict[str, bytes]:
-    """Makes the sections that are not weights: plans, tokenizer, templates, defaults."""
+def plan_files(lowered: Sequence[Lowered]) -> dict[str, bytes]:
+    """Makes the sections of a model's plans, of all ranks.
+
+    Args:
+        lowered: its plan for each target.
+    """
+    files = {}
+    for entry in lowered:
+        target, size = entry.plan.target, len(entry.rank_plans)
+        files[plan_section(target)] = entry.plan.to_json()
+        files |= {rank_plan_section(target, rank, size): plan.to_json() for rank, plan in enumerate(entry.rank_plans)}
+    return files
+
+
+def _files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Makes the sections that are neither weights nor plans: tokenizer, templates, defaults."""
     tokenizer = checkpoint.tokenizer
-    files = {plan_section(target): plan.to_json() for target, plan in plans.items()}
-    files["tokenizer.json"] = tokenizer.tokenizer_json
+    files = {"tokenizer.json": tokenizer.tokenizer_json}
     files["tokenizer_config.json"] = msgspec.json.encode(dict(tokenizer.config), order="sorted")
     files["generation_config.json"] = msgspec.json.encode(dict(checkpoint.generation_config), order="sorted")
     if tokenizer.chat_template is not None:

@@ -1,6 +1,7 @@
 """`engine build`, `engine rebuild`, `engine adapter` and `engine export`, with their progress on the terminal."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from enginewright.engine_file import EngineFile
 from enginewright.errors import UsageError
 from enginewright.output_file import require_writable
 from enginewright.rank_layout import ONE_RANK, RankLayout
+from enginewright.runtime.device.ranks.shares import check_ranks
 from enginewright.runtime.engine import Engine
-from enginewright.targets import CPU, platforms_of
+from enginewright.targets import CPU, CUDA, platforms_of
 
 
 def build_model(
@@ -47,7 +49,8 @@ def build_model(
         adapters: Folders of adapters to merge into the model, in the form of --merge.
         draft: The source of draft tokens, in the form of --draft. None: no draft tokens.
         dry_run: Computes a forecast of the build; nothing is downloaded or written.
-        layout: Arrangement of the processes that are to compute the model together, for the forecast.
+        layout: Arrangement of the processes that are to compute the model together: for the forecast, and for kernels
+            for GPUs, which have no stages.
         requires_kv_dtype: Refuses a model that cannot have the KV cache's dtype in `config`. False: such a model gets
             bf16, and the report says so.
 
@@ -57,10 +60,15 @@ def build_model(
         EngineError: The checkpoint cannot be read, or the engine cannot be written.
         QualityGateError: The engine is too far from its source.
     """
-    if layout.size > 1 and not dry_run:
+    check_ranks(layout)
+    is_for_gpus = CUDA in platforms_of(config.targets) and layout.pipeline == 1
+    if is_for_gpus:
+        config = replace(config, tensor_parallel_size=layout.tensor)
+    if layout.size > 1 and not (dry_run or is_for_gpus):
         option = "--tensor-parallel-size" if layout.tensor > 1 else "--pipeline-parallel-size"
-        why = "an engine is cut when it is loaded, for any number of processes"
-        raise UsageError(f"{option} is for --dry-run", why, "Leave it out, and give it to engine run.")
+        why = "on CPUs an engine is cut when it is loaded, for any number of processes"
+        fix = "Leave it out, and give it to engine run."
+        raise UsageError(f"{option} is for --dry-run, and the first also for engines for GPUs", why, fix)
     with ConsoleProgress() as progress:
         progress.phase("open the checkpoint")
         checkpoint = open_merged(open_checkpoint(model, only_cached=dry_run, check_config=check_config), adapters)

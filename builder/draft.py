@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check_quant, merged_weights
+from enginewright.builder.assembly import Assembly, BuildConfig, assemble, check_quant, merged_weights, plan_files
 from enginewright.builder.checkpoint import Checkpoint, open_checkpoint
 from enginewright.builder.checkpoint.head import HeadFolder, find_head
 from enginewright.builder.checkpoint.hub import CheckConfig
@@ -216,12 +216,12 @@ def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str,
     notes = json.loads(head.graph.metadata_props.get("enginewright.notes", "{}"))
     dump = config.dump_graphs / role if config.dump_graphs else None
     run_pipeline(head.graph, method, dump, KV_CACHES[config.kv_cache_dtype].name, keep=dense.append)
-    shown = _lower(target, target.dense, HIDDEN, hidden=head.reads)
+    shown = _lower(target, target.dense, HIDDEN, hidden=head.reads, is_model=True)
     model = replace(
         target,
         plans={one.plan.target: one.plan for one in shown},
         kernels={name: kernel for one in shown for name, kernel in one.kernels.items()},
-        files={**target.files, **{plan_section(one.plan.target): one.plan.to_json() for one in shown}},
+        files={**target.files, **plan_files(shown)},
         notes=[*target.notes, *(f"{role}: {count} weights: {text}" for text, count in notes.items())],
     )
     lowered = _lower(replace(model, config=config), dense[0], role, hidden=head.gives)
@@ -230,15 +230,26 @@ def with_head(target: Assembly, role: str, head: HeadGraph, recipe: Mapping[str,
     return _with_role(model, role, recipe, plans, weights, kernels)
 
 
-def _lower(target: Assembly, dense: ir.Model, name: str, hidden: ShowHidden | None = None) -> list[Lowered]:
-    """Lowers a dense graph for each platform of the engine; `name` is the folder of its dumped graphs."""
+def _lower(
+    target: Assembly, dense: ir.Model, name: str, hidden: ShowHidden | None = None, *, is_model: bool = False
+) -> list[Lowered]:
+    """Lowers a dense graph for each platform of the engine; drafts are computed by one rank.
+
+    Args:
+        target: the engine.
+        dense: the graph.
+        name: folder of its dumped graphs.
+        hidden: pass that shows hidden states, or None.
+        is_model: True if it is the engine's own model.
+    """
     config, lowered = target.config, []
     max_seq_len = min(target.max_seq_len, int(dense.metadata_props["enginewright.max_seq_len"]))
     for one in targets_of(config.targets):
         dump = config.dump_graphs / name / one.name if config.dump_graphs else None
         kv_dtype = KV_CACHES[config.kv_cache_dtype].name
         ragged = run_for_target(dense.clone(), config.method, one, dump, kv_dtype, hidden)
-        lowered.append(lower(ragged, one, max_seq_len, config.batch_invariant))
+        ranks = config.ranks_of(one) if is_model else 1
+        lowered.append(lower(ragged, one, max_seq_len, config.batch_invariant, ranks))
     return lowered
 
 

@@ -25,16 +25,19 @@ from enginewright.builder.progress import Progress, Silent
 from enginewright.engine_file import header_bytes
 from enginewright.engine_header import padded
 from enginewright.errors import UsageError
+from enginewright.manifest import rank_plan_section
 from enginewright.output_file import require_writable
 from enginewright.passes.quant import W8A8
 from enginewright.passes.quant.auto import Mix
 from enginewright.passes.quant.choose import Choose
 from enginewright.passes.quant.method import Calibration
+from enginewright.plan import Plan
 from enginewright.rank_layout import ONE_RANK, RankLayout
+from enginewright.runtime.device.cpu.weight_parts import WeightForm
 from enginewright.runtime.device.machine import free_memory
-from enginewright.runtime.device.ranks.shares import check_ranks, rank_shares
+from enginewright.runtime.device.ranks.shares import check_gpu_ranks, rank_shares, shares_of
 from enginewright.runtime.step.dims import StepCounter
-from enginewright.targets import CPU
+from enginewright.targets import CPU, CUDA
 
 EVIDENCE_SECTIONS = 2  # goldens and quality report
 # Python with torch and onnx takes 200 MB, the graph and pieces of weights the rest.
@@ -133,10 +136,17 @@ def forecast(
 
 
 def _shares(assembly: Assembly, layout: RankLayout) -> list[dict[str, Any]]:
-    """Parts of the processes that compute the model together, on CPUs."""
-    target = CPU if CPU in assembly.plans else next(iter(assembly.plans))
-    check_ranks(layout, target)
-    shares = rank_shares(assembly.plans[target], lambda name: assembly.weights[name].form, layout)
+    """Parts of the processes that compute the model together, on CPUs if the engine has code for them."""
+
+    def form(name: str) -> WeightForm:
+        return assembly.weights[name].form
+
+    if CPU in assembly.plans:
+        shares = rank_shares(assembly.plans[CPU], form, layout)
+    else:
+        check_gpu_ranks(layout)
+        sections = (rank_plan_section(CUDA, rank, layout.tensor) for rank in range(layout.tensor))
+        shares = shares_of([Plan.from_json(assembly.files[section]) for section in sections], form)
     return [asdict(share) for share in shares]
 
 

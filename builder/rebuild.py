@@ -251,6 +251,7 @@ def _config(engine: Path, manifest: Manifest, quality: QualityReport, checkpoint
         batch_invariant=recipe["batch_invariant"],
         rotate=recipe.get("rotate", False),
         recover=recipe.get("recover"),
+        tensor_parallel_size=recipe.get("tensor_parallel_size", BuildConfig.tensor_parallel_size),
         gate=gate,
     )
 

@@ -63,6 +63,14 @@ class Call:
     architectures: tuple[str, ...] = ()  # GPU architectures that it has to run on
     batch_invariant: bool = False  # True if a row of the result has the same bits, whatever the number of rows
     dims: Sequence[str] = COMMON_DIMS  # dimensions of the plan
+    # The call of which this one is a rank's part; None: it is whole. It decides whatever the order of sums depends on,
+    # so that a number has the same bits on any number of ranks.
+    part_of: "Call | None" = None
+
+    @property
+    def whole(self) -> "Call":
+        """The call itself, or that of which it is a part."""
+        return self.part_of or self
 
     def rows(self, role: str) -> int:
         """Returns the position of the dimension that is an operand's number of rows."""

@@ -17,7 +17,7 @@ from enginewright.code import CODE, CodeArchive, read_code
 from enginewright.embedding import EMBEDDING, EmbeddingConfig
 from enginewright.engine_file import EngineFile
 from enginewright.errors import CorruptEngineError, NoCodeForMachineError, UsageError
-from enginewright.manifest import WEIGHTS, Manifest, SectionForm, plan_section
+from enginewright.manifest import WEIGHTS, Manifest, SectionForm, plan_section, rank_plan_section, rank_sizes
 from enginewright.plan import Plan
 from enginewright.runtime.text.generation_config import find_fault
 from enginewright.runtime.text.tokenizer import Tokenizer
@@ -88,6 +88,33 @@ class Engine:
         other = copy.copy(self)
         other.plan = Plan.from_json(bytes(self.file.section(plan_section(self.target, role))))
         return other
+
+    def for_rank(self, rank: int, size: int) -> "Engine":
+        """Returns the same engine with the plan of a rank, on a platform whose plans are cut in the build.
+
+        Args:
+            rank: the rank.
+            size: number of ranks.
+
+        Raises:
+            UsageError: the engine was not built for so many ranks.
+        """
+        section = rank_plan_section(self.target, rank, size)
+        if section not in self.file.sections:
+            ways = " or ".join(map(str, (1, *self.rank_sizes)))
+            raise UsageError(
+                f"{self.file.path} cannot be divided among {size} GPUs",
+                f"it was built for {ways}: kernels for GPUs are compiled for the part of each",
+                f"Build it again with --tensor-parallel-size {size}, or leave the option out.",
+            )
+        other = copy.copy(self)
+        other.plan = Plan.from_json(bytes(self.file.section(section)))
+        return other
+
+    @property
+    def rank_sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks, more than one, that the engine has plans for on its platform."""
+        return rank_sizes(self.file.sections, self.target)
 
     @property
     def manifest(self) -> Manifest:

@@ -40,6 +40,11 @@ def worker_environment() -> dict[str, str]:
     return zone | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def gpu_worker_environment() -> dict[str, str]:
+    """Environment of a Python process that uses a GPU: that of this one, whose driver and NCCL read many variables."""
+    return {**os.environ, **worker_environment()}
+
+
 def notify_socket() -> str | None:
     """NOTIFY_SOCKET: socket on which systemd hears from a service of Type=notify; @ starts an abstract name."""
     return os.environ.get("NOTIFY_SOCKET") or None

@@ -4,9 +4,7 @@ The input graph has only ops with a kernel for the target (and Split, Reshape an
 make all decisions; only memory is laid out here.
 """
 
-import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +15,14 @@ import onnx_ir as ir
 from enginewright.adapter_plan import has_several, linear_weight
 from enginewright.builder.lower.arena import assign_slots, nominal_sizes
 from enginewright.builder.lower.pack import PackedForm
+from enginewright.builder.lower.ranks import rank_plans
+from enginewright.builder.lower.specialize import INPUT_SHAPES, Specializer, matrix_of
 from enginewright.dtypes import DTYPES
 from enginewright.errors import EngineError
 from enginewright.plan import (
-    COLUMN_ALIGN,
     COMMON_DIMS,
     HIDDEN_BEFORE,
     AdapterLaunches,
-    AdaptersOperand,
     Buffer,
     BufferOperand,
     CacheGroup,
@@ -33,7 +31,6 @@ from enginewright.plan import (
     Input,
     InputOperand,
     KernelCall,
-    Launch,
     Linear,
     Operand,
     PagedCache,
@@ -42,17 +39,15 @@ from enginewright.plan import (
     RecurrentState,
     StateTensor,
     WeightOperand,
-    cache_of,
     linear,
 )
 from enginewright.plugins import KernelBinding, binding_of
-from enginewright.plugins.attention.kv_write import BLOCK_SIZE, STORED_NAMES, kv_row_bytes, padded_head_dim
+from enginewright.plugins.attention.kv_write import BLOCK_SIZE, STORED_NAMES, kv_row_bytes
 from enginewright.plugins.gemm.adapters_cuda import ADAPTER_SOURCES, adapter_launches
 from enginewright.plugins.kernel import Call, CudaKernel, Matrix, Specialization
 from enginewright.plugins.plugin import ViewKind, dtype_attribute, dtype_of
 from enginewright.plugins.registry import op_of, view_of
 from enginewright.plugins.target import Target
-from enginewright.triton_instance import TritonInstance
 
 # Name of a value that is a plane of a layer's cache, as an input or as the output of a kernel that writes to it.
 POOL_NAME = re.compile(r"(?P<part>\w+)_pool\.(?P<layer>\d+)(\..*)?")
@@ -60,19 +55,6 @@ SNAPSHOT_TOKENS = 512  # tokens between two snapshots of recurrent states
 DTYPE_NAMES = {ir.DataType[dtype.onnx]: name for name, dtype in DTYPES.items() if dtype.bytes}
 
 ROWS = {dim: linear(**{dim: 1}) for dim in COMMON_DIMS}
-# Rows and columns of the inputs, whose shapes in the graph have too little information for the plan.
-INPUT_SHAPES = {
-    "tokens": (linear(tokens=1), Linear(1)),
-    "positions": (linear(tokens=1), Linear(1)),
-    "slots": (linear(tokens=1), Linear(1)),
-    "token_types": (linear(tokens=1), Linear(1)),
-    "query_start": (linear(1, sequences=1), Linear(1)),
-    "kv_len": (linear(sequences=1), Linear(1)),
-    "block_table": (linear(sequences=1), linear(kv_blocks=1)),
-    "state_slots": (linear(sequences=1), Linear(1)),
-    "first_rows": (linear(sequences=1), Linear(1)),
-    "logit_rows": (linear(logit_rows=1), Linear(1)),
-}
 
 
 @dataclass(frozen=True)
@@ -89,7 +71,8 @@ class Lowered:
 
     plan: Plan  # plan for the executor
     weights: Mapping[str, Weight]  # name in the plan → source of the bytes
-    kernels: Mapping[str, Specialization]  # name → code that the plan's launches need
+    kernels: Mapping[str, Specialization]  # name → code that the launches of all plans need
+    rank_plans: tuple[Plan, ...] = ()  # plans of ranks that compute the model together on GPUs, or none
 
 
 @dataclass(frozen=True)
@@ -141,7 +124,7 @@ def _kv_groups_of(model: ir.Model) -> tuple[PagedCache, ...]:
     return tuple(groups)
 
 
-def lower(model: ir.Model, target: Target, max_seq_len: int, batch_invariant: bool = False) -> Lowered:
+def lower(model: ir.Model, target: Target, max_seq_len: int, batch_invariant: bool = False, ranks: int = 1) -> Lowered:
     """Lowers a ragged graph.
 
     Args:
@@ -149,11 +132,12 @@ def lower(model: ir.Model, target: Target, max_seq_len: int, batch_invariant: bo
         target: the target.
         max_seq_len: positions of the longest sequence.
         batch_invariant: as in BuildConfig; it matters for GPUs only.
+        ranks: number of GPUs that are to compute the model together. Plans for CPUs are cut when they are loaded.
 
     Raises:
         EngineError: a node has no kernel for the target; the message names it.
     """
-    return _Lowering(model, target, batch_invariant).run(max_seq_len)
+    return _Lowering(model, target, batch_invariant).run(max_seq_len, ranks)
 
 
 class _Lowering:
@@ -161,20 +145,20 @@ class _Lowering:
         self.model = model
         self.graph = model.graph
         self.target = target
-        self.batch_invariant = batch_invariant
+        self.specializer = Specializer(target, batch_invariant)
         self.groups = cache_groups_of(model)
-        self.dims = list(COMMON_DIMS)  # others follow in the order of their first use
         self.views: dict[ir.Value, _View] = {}
         self._joined: dict[ir.Value, int] = {}  # joined value → its buffer
         self.buffers: list[tuple[str, Linear, int]] = []  # dtype, rows, columns
         self.lasting: list[int] = []  # buffers that keep their content from step to step
+        self.own: set[int] = set()  # buffers that only one call uses
         self.calls: list[KernelCall] = []
+        self.bindings: list[KernelBinding] = []  # of each call
         self.weights: dict[str, Weight] = {}
-        self.kernels: dict[str, Specialization] = {}
         self.nodes = list(self.graph)
         self.order = {node: index for index, node in enumerate(self.nodes)}
 
-    def run(self, max_seq_len: int) -> Lowered:
+    def run(self, max_seq_len: int, ranks: int) -> Lowered:
         """Lowers all nodes."""
         inputs, given = [], dict[str, int]()
         for value in self.graph.inputs:
@@ -185,7 +169,7 @@ class _Lowering:
             elif POOL_NAME.fullmatch(name) is None:
                 rows, columns = INPUT_SHAPES[name.partition(".")[0]]
                 inputs.append(Input(name, rows, columns))
-                self._use_dims(rows, columns)
+                self.specializer.use_dims(rows, columns)
         for node in self.nodes:
             match view_of(node):
                 case ViewKind.COLUMNS:
@@ -199,7 +183,8 @@ class _Lowering:
         # Caches among the outputs have no views.
         results = {_name(value): self.views[value] for value in self.graph.outputs if value in self.views}
         outputs = {name: view.buffer for name, view in results.items()}
-        nominal = nominal_sizes(self.dims, self.groups)
+        dims = tuple(self.specializer.dims)
+        nominal = nominal_sizes(dims, self.groups)
         slots = assign_slots(self.buffers, self.calls, outputs.values(), nominal, self.lasting, given.values())
         logits = results.get("logits")
         sampling = None
@@ -207,7 +192,7 @@ class _Lowering:
             sampling = self.target.sampling(self._matrix(BufferOperand(logits.buffer, logits.column, logits.columns)))
         plan = Plan(
             target=self.target.name,
-            dims=tuple(self.dims),
+            dims=dims,
             inputs=tuple(inputs),
             caches=self.groups,
             buffers=tuple(Buffer(*entry, slot) for entry, slot in zip(self.buffers, slots, strict=True)),
@@ -216,11 +201,15 @@ class _Lowering:
             vocab_size=self._vocab_size() if logits is None else logits.columns,
             max_seq_len=max_seq_len,
             whole_texts=any(op.whole_texts(node) for node in self.nodes if (op := op_of(node))),
-            sampling=self._named(*sampling) if sampling else None,
+            sampling=self.specializer.named(*sampling) if sampling else None,
             adapting=self._adapting() if sampling else None,
             given=given,
         )
-        return Lowered(plan, self.weights, self.kernels)
+        cut: tuple[Plan, ...] = ()
+        if ranks > 1 and sampling is not None:
+            forms = {name: weight.form for name, weight in self.weights.items()}
+            cut = rank_plans(plan, ranks, self.bindings, self.own, self.specializer, forms)
+        return Lowered(plan, self.weights, self.specializer.kernels, cut)
 
     def _adapting(self) -> AdapterLaunches:
         """Makes the launches for adapters of all matrix products that may have some."""
@@ -228,8 +217,10 @@ class _Lowering:
         inputs = (call.operands["x"] for call in layers)
         launches = adapter_launches(self.buffers[one.index][0] for one in inputs if isinstance(one, BufferOperand))
         return AdapterLaunches(
-            shrink={dtype: self._named(launch, ADAPTER_SOURCES) for dtype, launch in launches.shrink.items()},
-            expand=self._named(launches.expand, ADAPTER_SOURCES),
+            shrink={
+                dtype: self.specializer.named(launch, ADAPTER_SOURCES) for dtype, launch in launches.shrink.items()
+            },
+            expand=self.specializer.named(launches.expand, ADAPTER_SOURCES),
         )
 
     def _vocab_size(self) -> int:
@@ -285,20 +276,19 @@ class _Lowering:
         scratch = binding.scratch and binding.scratch(self._call(operands, attributes))
         if scratch is not None:
             role, rows, columns = scratch
-            operands[role] = self._extra("f32", rows, columns)
+            only_here = operands[role] = self._extra("f32", rows, columns)
+            self.own.add(only_here.index)
         if isinstance(binding, CudaKernel) and binding.counters is not None:
             role, rows, columns = binding.counters(self._call(operands, attributes))
             counters = operands[role] = self._extra("i32", rows, columns)
             self.lasting.append(counters.index)
+            self.own.add(counters.index)
         if "largest" in operands and not self.target.static_scales:
             name = self.target.name
             raise EngineError(f"{node.name} has static scales of activations, which no kernel for {name} supports")
-        launches: tuple[Launch, ...] = ()
-        if isinstance(binding, CudaKernel):
-            call = self._call(operands, attributes)
-            triton = {one.expression: one for one in binding.triton(call)}
-            launches = tuple(self._named(one, binding.sources, triton) for one in binding.launches(call))
+        launches = self.specializer.launches(binding, self._call(operands, attributes))
         self.calls.append(KernelCall(binding.kernel, operands, attributes, launches, self._cost(node)))
+        self.bindings.append(binding)
 
     def _cost(self, node: ir.Node) -> Cost:
         """Computes the cost of a node for a token; nothing if its rows are not tokens, as in a head on logit rows."""
@@ -313,70 +303,15 @@ class _Lowering:
         return Cost()
 
     def _call(self, operands: Mapping[str, Operand], attributes: Mapping[str, int | float | str]) -> Call:
-        matrices = {role: self._matrix(operand) for role, operand in operands.items()}
-        return Call(matrices, attributes, self.target.architectures, self.batch_invariant, self.dims)
-
-    def _named(
-        self, launch: Launch, sources: Mapping[str, str], triton: Mapping[str, TritonInstance] | None = None
-    ) -> Launch:
-        """Replaces a launch's kernel by its name in the code: `rms_norm-`, and a hash of the specialization."""
-        self._use_dims(launch.rows, *(extent.rows for extent in launch.grid))
-        function = launch.kernel.partition("<")[0]
-        name = f"{function}-{hashlib.sha256(launch.kernel.encode()).hexdigest()[:12]}"
-        architectures = launch.architectures
-        # another launch has the kernel, too, perhaps on other architectures; () is all of them
-        if name in self.kernels:
-            before = self.kernels[name].architectures
-            architectures = tuple(dict.fromkeys((*before, *architectures))) if before and architectures else ()
-        instance = (triton or {}).get(launch.kernel)
-        source = instance.source if instance else sources[function]
-        self.kernels[name] = Specialization(source, launch.kernel, architectures, instance)
-        return msgspec.structs.replace(launch, kernel=name)
-
-    def _use_dims(self, *sizes: Linear) -> None:
-        for dim in (dim for size in sizes for dim, _ in size.terms):
-            if dim not in self.dims:
-                self.dims.append(dim)
-
-    def _extra(self, dtype: str, rows: Linear, columns: int) -> BufferOperand:
-        self._use_dims(rows)
-        self.buffers.append((dtype, rows, columns))
-        return BufferOperand(len(self.buffers) - 1, 0, columns)
+        return self.specializer.call({role: self._matrix(one) for role, one in operands.items()}, attributes)
 
     def _matrix(self, operand: Operand) -> Matrix:
-        match operand:
-            case InputOperand():
-                rows, width = INPUT_SHAPES[operand.name.partition(".")[0]]
-                return Matrix("i32", rows, width.constant, width.constant, width.constant)
-            case WeightOperand():
-                form = self.weights[operand.name].form
-                count, columns = Linear(form.shape[-2] if len(form.shape) > 1 else form.shape[0]), form.shape[-1]
-                return Matrix(form.dtype, count, columns, columns, columns, form.layout)
-            case BufferOperand():
-                dtype, rows, columns = self.buffers[operand.index]
-                whole = operand.columns == columns
-                padded = -(-columns // COLUMN_ALIGN) * COLUMN_ALIGN if whole else operand.columns
-                stride = Buffer(dtype, rows, columns, 0).stride
-                return Matrix(dtype, rows, operand.columns, stride, padded, column=operand.column)
-            case CacheOperand():
-                group = cache_of(self.groups, operand)
-                if isinstance(group, RecurrentState):
-                    (tensor,) = (tensor for tensor in group.tensors if tensor.name == operand.part)
-                    elements = math.prod(tensor.shape)
-                    return Matrix(
-                        tensor.dtype,
-                        Linear(),
-                        elements,
-                        elements,
-                        elements,
-                        block_stride=group.bytes_per_sequence,
-                        column=group.offset_bytes(operand.layer, operand.part) // DTYPES[tensor.dtype].bytes,
-                    )
-                (plane,) = (plane for plane in group.planes if plane.name == operand.part)
-                padded = padded_head_dim(plane.dim)
-                return Matrix(plane.dtype, Linear(), plane.dim, padded, padded, block_stride=group.block_bytes)
-            case AdaptersOperand():
-                raise AssertionError("only the runtime adds adapters to a plan")
+        return matrix_of(operand, self.buffers, self.groups, lambda name: self.weights[name].form)
+
+    def _extra(self, dtype: str, rows: Linear, columns: int) -> BufferOperand:
+        self.specializer.use_dims(rows)
+        self.buffers.append((dtype, rows, columns))
+        return BufferOperand(len(self.buffers) - 1, 0, columns)
 
     def _read(self, value: ir.Value, role: str, node: ir.Node, binding: KernelBinding) -> Operand:
         name = _name(value)

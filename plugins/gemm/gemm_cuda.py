@@ -90,6 +90,7 @@ def desc_of(call: Call, format: GemmFormat) -> GemmDesc:
         zeros="zero" in call.operands,
         batch_invariant=call.batch_invariant,
         experts=call.operands["starts"].columns - 1 if "starts" in call.operands else 0,
+        all_features=call.part_of.operands["weight"].rows.constant if call.part_of else 0,
     )
 
 
@@ -121,7 +122,7 @@ def _launches_of_heads(call: Call) -> tuple[Launch, ...]:
         "weight": replace(weight, rows=Linear(features)),
         "out": replace(out, columns=features, padded=features),
     }
-    one = replace(call, operands={**call.operands, **own}, attributes={"epilogue": "none"})
+    one = replace(call, operands={**call.operands, **own}, attributes={"epilogue": "none"}, part_of=None)
     desc = desc_of(one, FORMATS["bf16"])
     zeros_behind = 0 if out.dtype == "f32" else out.padded - out.columns
     return tuple(

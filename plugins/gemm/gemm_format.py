@@ -44,6 +44,7 @@ class GemmDesc:
     zeros: bool = False  # True if groups have zero points
     batch_invariant: bool = False  # True if sums have one order for any number of tokens
     experts: int = 0  # matrices with this number of features each; 0 if there is one, for all tokens
+    all_features: int = 0  # rows of the weight of which a rank has `features`; 0 if it has all
 
     @property
     def chunks(self) -> int:

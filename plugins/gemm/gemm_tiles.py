@@ -86,7 +86,7 @@ class Split:
 
     @staticmethod
     def of(gemm: GemmDesc, arch: ArchSpec, tiles: Tiles) -> "Split":
-        """Chooses the split of a product.
+        """Chooses the split of a product, for a part of one as for all of it: sums then have the same order.
 
         Args:
             gemm: the product.
@@ -94,7 +94,8 @@ class Split:
             tiles: tiles to choose from.
         """
         step = K_WARPS * tiles.turns  # chunks
-        steps, blocks = ceil_div(gemm.chunks, step), feature_blocks(gemm, tiles)
+        whole = replace(gemm, features=gemm.all_features or gemm.features)
+        steps, blocks = ceil_div(gemm.chunks, step), feature_blocks(whole, tiles)
         wanted = max(min(tiles.waves * arch.multiprocessors // blocks, steps // 2), 1)
         split_steps = ceil_div(steps, wanted)
         return Split(ceil_div(steps, split_steps), split_steps * step)

@@ -19,7 +19,7 @@ def norm_on_cuda(binding: KernelBinding, out: str) -> CudaKernel:
     """
 
     def launches(call: Call) -> tuple[Launch, ...]:
-        if call.operands["weight"].columns < call.operands[out].columns:
+        if call.operands["weight"].columns < call.whole.operands[out].columns:
             return (_runs(call, out),)
         x, y, total = call.operands["x"], call.operands[out], call.operands.get("sum")
         scale = call.operands.get("scale")

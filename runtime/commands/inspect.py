@@ -8,16 +8,16 @@ from typing import Any
 from enginewright.adapter_file import AdapterFile
 from enginewright.code import CODE, read_code
 from enginewright.engine_file import EngineFile
-from enginewright.manifest import WEIGHTS
+from enginewright.manifest import WEIGHTS, SectionForm, rank_sizes
 from enginewright.rank_layout import ONE_RANK, RankLayout
 from enginewright.runtime.commands.quality import QUALITY, QualityReport, describe_quality
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.machine import free_memory
 from enginewright.runtime.device.memory_plan import FREE_SHARE, plan_memory, sequence_bytes
-from enginewright.runtime.device.ranks.shares import RankShare, check_ranks, rank_shares
+from enginewright.runtime.device.ranks.shares import RankShare, check_gpu_ranks, check_ranks, rank_shares, shares_of
 from enginewright.runtime.engine import Engine
-from enginewright.targets import CPU, PTX, architectures, platforms_of
+from enginewright.targets import CPU, CUDA, PTX, architectures, platforms_of
 
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -38,7 +38,7 @@ def summarize(path: Path, memory: int | None = None, layout: RankLayout = ONE_RA
         if file.manifest.engine is not None:
             return _summarize_adapter(path)
         target = next(iter(platforms_of(file.manifest.targets)), CPU)
-        check_ranks(layout, target)
+        check_ranks(layout)
     with Engine.open(path, target) as engine:
         manifest, plan = engine.manifest, engine.plan
         config = RuntimeConfig(max_num_seqs=manifest.limits.max_batch_size, kv_cache_memory=1 << 60)
@@ -60,9 +60,8 @@ def summarize(path: Path, memory: int | None = None, layout: RankLayout = ONE_RA
             "messages": _messages(engine),
             "content_hash": manifest.content_hash,
             "quality": _quality(engine.file),
-            "ranks": [asdict(one) for one in rank_shares(plan, lambda name: engine.weight(name)[1], layout)]
-            if layout.size > 1
-            else [],
+            "ranks": [asdict(one) for one in _shares(engine, layout)] if layout.size > 1 else [],
+            "gpus": [1, *rank_sizes(engine.file.sections, CUDA)] if CUDA in platforms_of(manifest.targets) else [],
             "format_version": manifest.format_version,
             "builder_version": manifest.builder_version,
             "sources": manifest.sources,
@@ -139,6 +138,18 @@ def _sections(file: EngineFile) -> dict[str, Any]:
     }
 
 
+def _shares(engine: Engine, layout: RankLayout) -> list[RankShare]:
+    """The part of each rank on the platform that the engine was opened for."""
+
+    def form(name: str) -> SectionForm:
+        return engine.weight(name)[1]
+
+    if engine.target == CPU:
+        return rank_shares(engine.plan, form, layout)
+    check_gpu_ranks(layout)
+    return shares_of([engine.for_rank(rank, layout.tensor).plan for rank in range(layout.tensor)], form)
+
+
 def _code(file: EngineFile) -> dict[str, dict[str, int]]:
     """Number of kernels and bytes of code for each GPU architecture."""
     names = [f"{CODE}{architecture}" for architecture in architectures(file.manifest.targets)]
@@ -209,6 +220,8 @@ def describe(summary: dict[str, Any], *, every_section: bool = False) -> str:
         just_in_time = ", compiled where it is loaded" if architecture == PTX else ""
         count = f"{code['kernels']} {'kernel' if code['kernels'] == 1 else 'kernels'}"
         lines.append(f"  code       {architecture}: {count}, {format_bytes(code['bytes'])}{just_in_time}")
+    if len(summary["gpus"]) > 1:
+        lines.append(f"  GPUs       {' or '.join(map(str, summary['gpus']))}, by --tensor-parallel-size")
     for group in summary["kv_groups"]:
         window = f"window {group['window']}" if group["window"] else "all positions"
         heads = f"{group['kv_heads']} heads of {group['head_dim']} as {group['dtype']}"

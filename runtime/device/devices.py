@@ -16,7 +16,6 @@ from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.device.machine import num_cores
 from enginewright.runtime.device.memory_plan import MemoryPlan
 from enginewright.runtime.device.ranks.executor import RankedExecutor
-from enginewright.runtime.device.ranks.shares import check_ranks
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.sampler import Draw
 from enginewright.runtime.scheduler.stored import PlaceMemory
@@ -146,7 +145,8 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, An
     from enginewright.runtime.device.cuda.device import CudaDevice
     from enginewright.runtime.device.cuda.executor import CudaExecutor
 
-    check_ranks(config.rank_layout, CUDA)
+    if config.num_ranks > 1:
+        return _open_on_gpus(engine, config, weights)
     device = CudaDevice(int(config.device.partition(":")[2] or 0))
     try:
         archive = engine.code(device.capability)
@@ -158,6 +158,23 @@ def _open_on_gpu(engine: Engine, config: RuntimeConfig, weights: Mapping[str, An
     except BaseException:
         device.close()  # frees the memory, so that a caller can try again with other limits
         raise
+    return executor
+
+
+def _open_on_gpus(engine: Engine, config: RuntimeConfig, weights: Mapping[str, Any]) -> Executor:
+    from enginewright.runtime.device.cuda.device import CudaDevice
+    from enginewright.runtime.device.cuda.ranked import RankedCudaExecutor, check_gpus
+
+    check_gpus(config, engine)
+    device = CudaDevice(int(config.device.partition(":")[2] or 0))
+    try:
+        archive = engine.code(device.capability)
+        device.code = lambda name: (bytes(archive.cubin(name)), archive.launches[name])
+        executor = RankedCudaExecutor(engine, device, config, weights)
+    except BaseException:
+        device.close()  # frees the memory, so that a caller can try again with other limits
+        raise
+    engine.file.check_unchanged()  # all GPUs have their weights
     return executor
 
 

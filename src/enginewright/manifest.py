@@ -6,7 +6,7 @@ docs/engine-file.md specifies every field.
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +20,7 @@ WEIGHTS = "weights/"  # prefix of sections that are weights: large, typed, and h
 TABLE = ".table"  # end of the name of a table as an adapter site, since a head may have its weight, too
 
 PLANS = "plan/"
+RANK_PLANS = "ranks/"  # prefix of sections that are plans of one of several ranks
 DRAFT = "draft"  # a smaller model of the same tokenizer
 SKIP = "skip"  # the first layers of the model itself, with its head
 MTP = "mtp"  # the multi-token prediction layer of the checkpoint
@@ -150,6 +151,28 @@ def plan_section(platform: str, role: str | None = None) -> str:
         role: one of ROLES; None is the engine's own model.
     """
     return f"{PLANS}{role}/{platform}" if role else f"{PLANS}{platform}"
+
+
+def rank_plan_section(platform: str, rank: int, size: int) -> str:
+    """Names the section of the plan of a rank. Only platforms whose kernels are specialized to its part have one.
+
+    Args:
+        platform: cuda.
+        rank: the rank.
+        size: number of ranks.
+    """
+    return f"{RANK_PLANS}{size}/{rank}/{platform}"
+
+
+def rank_sizes(sections: Iterable[str], platform: str) -> tuple[int, ...]:
+    """Lists the numbers of ranks for which there are plans, in ascending order.
+
+    Args:
+        sections: names of an engine's sections.
+        platform: cuda.
+    """
+    first = re.compile(rf"{RANK_PLANS}(\d+)/0/{platform}")
+    return tuple(sorted(int(match[1]) for match in map(first.fullmatch, sections) if match))
 
 
 def _check_roles(manifest: Manifest) -> None:

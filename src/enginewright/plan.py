@@ -25,6 +25,8 @@ COMMON_DIMS = ("tokens", "sequences", "logit_rows")
 # Hidden states of a step's tokens, f32 [tokens, columns]: an output, and the input of a plan that proposes draft
 # tokens.
 HIDDEN, HIDDEN_BEFORE = "hidden", "hidden_before"
+# Kernel that gathers columns from all ranks, or with `starts` rows that are sorted by experts. No op of a graph has it.
+EXCHANGE = "all_gather@1"
 MAX_DIMS = 8  # dimensions of a plan (csrc/cpu/kernel.h and csrc/cuda/device.cuh have room for this number)
 
 
@@ -298,9 +300,10 @@ class WeightOperand(
     """A weight, or a part of one."""
 
     name: str  # name of the weight
-    # Ranges of rows, each the first and their number, one after the other; (): all. No engine file has any (rank_plan).
+    # Ranges of rows, each the first and their number, one after the other; (): all. Only plans of ranks have any.
     rows: tuple[tuple[int, int], ...] = ()
-    # Of matrices, one for each expert: the first, their number, and of how many; None: all. No engine file has any.
+    # Of matrices, one for each expert: the first, their number, and of how many, of each of which there are `rows`;
+    # None: all. As for `rows`.
     matrices: tuple[int, int, int] | None = None
 
     def check(self, plan: "Plan", call: str, role: str) -> None:
@@ -562,7 +565,8 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         _require(len(set(parts)) == len(parts), "two caches have the same part of one layer")
         for call in self.calls:
             call.check(self)
-        launched = {bool(call.launches) for call in self.calls}
+        # A rank that neither sends nor receives launches nothing for an exchange.
+        launched = {bool(call.launches) for call in self.calls if call.kernel != EXCHANGE or call.launches}
         _require(len(launched) <= 1, "some calls are launched and others are not")
         if self.sampling:
             self.sampling.check(self.dims)

@@ -6,9 +6,10 @@ as on a single one, and answers have the same bits on any number of ranks. Peers
 (https://arxiv.org/abs/1909.08053) and add partial sums: half as many exchanges, but more bytes where the sums are
 gathered in fp32 to be added in a fixed order, and other bits for other numbers of ranks.
 
-Attention and recurrences are cut by heads, with their caches, and layers of experts by experts. Kernels without a rule
-are computed whole on each rank. An engine need not be built for ranks: what a rank reads of a weight is a range of its
-bytes in the mapped file.
+Attention and recurrences are cut by heads, with their caches, and on CPUs layers of experts by experts. Kernels without
+a rule are computed whole on each rank. For CPUs an engine need not be built for ranks: what a rank reads of a weight is
+a range of its bytes in the mapped file. For GPUs the plans of ranks are made in the build, since kernels are
+specialized to sizes.
 
 What adapters add to a layer is cut as its product (adapter_plan.py). Each rank computes A x, whose input it has whole,
 and multiplies the result by the rows of B that belong to its own rows of the weight, or by the matrices of its experts
@@ -22,6 +23,7 @@ from msgspec.structs import replace
 
 from enginewright.adapter_plan import GROUP_KERNEL, HEAD_GEMM, HEAD_KERNEL, KERNEL
 from enginewright.plan import (
+    EXCHANGE,
     AdaptersOperand,
     BufferOperand,
     CacheGroup,
@@ -36,9 +38,11 @@ from enginewright.plan import (
     StepSizes,
     WeightOperand,
 )
+from enginewright.targets import CPU
 
-# Kernel that gathers columns from all ranks, or with `starts` rows that are sorted by experts. No op of a graph has it.
-ALL_GATHER = "all_gather@1"
+ALL_GATHER = EXCHANGE
+# Start of the roles of the buffers that ranks exchange on GPUs, one for each rank's part; the rank's number follows.
+PACKED = "packed."
 ROWS = 16  # rows of a block of a weight, so columns of products are cut at multiples of this
 ROOT = 0  # rank that has the plan's outputs
 EVERY = -1  # attribute `root` of a gather whose result all ranks have
@@ -104,7 +108,8 @@ def plan_of_rank(plan: Plan, rank: int, size: int, width: Callable[[str], int]) 
     """Makes the plan that one of several ranks runs.
 
     Args:
-        plan: the plan of an engine for CPUs, perhaps with adapters.
+        plan: the plan of an engine, perhaps with adapters. One for GPUs has no adapters, no launches, since those are
+            made for its parts (builder/lower/ranks.py), and no buffers that only one call uses.
         rank: the rank; rank 0 has the outputs.
         size: number of ranks.
         width: number of columns of a weight, by its name.
@@ -115,6 +120,19 @@ def plan_of_rank(plan: Plan, rank: int, size: int, width: Callable[[str], int]) 
     cut = cutting.run()
     cut.check()
     return cut
+
+
+def part_of_gather(call: KernelCall, rank: int, size: int) -> BufferOperand | None:
+    """Finds the columns that a rank sends in an exchange; None if it has none.
+
+    Args:
+        call: a call of ALL_GATHER, without experts.
+        rank: the rank.
+        size: number of ranks.
+    """
+    x, unit = _buffer(call, "x"), int(call.attributes["unit"])
+    first, count = units_of_rank(x.columns // unit, rank, size)
+    return BufferOperand(x.index, x.column + first * unit, count * unit) if count else None
 
 
 def bytes_of_gather(plan: Plan, call: KernelCall, sizes: StepSizes) -> Callable[[int, int], int]:
@@ -223,6 +241,9 @@ class _Cutting:
 
     def __init__(self, plan: Plan, rank: int, size: int, width: Callable[[str], int]) -> None:
         self.plan, self.rank, self.size, self.width = plan, rank, size, width
+        # On CPUs a rank has whole experts, and sends their rows. On GPUs it has a part of each: only the device knows
+        # how many rows an expert has, but the host says how many bytes are exchanged.
+        self.has_whole_experts = plan.target == CPU
         self.calls: list[KernelCall] = []
         self.adds: KernelCall | None = None  # call that computes what adapters add to the next product
         self.groups: KernelCall | None = None  # call that groups the rows of the last layer of experts
@@ -272,7 +293,8 @@ class _Cutting:
         if kernel in _BY_HEADS:
             return self._by_heads(call)
         if kernel.startswith("gemm_"):
-            return self._experts(call) if "starts" in call.operands else self._product(call)
+            by_experts = "starts" in call.operands and self.has_whole_experts
+            return self._experts(call) if by_experts else self._product(call)
         if kernel in _BY_COLUMNS:
             return self._by_columns(call)
         return kernel in _BY_ROWS and self._by_rows(call)
@@ -491,12 +513,14 @@ class _Cutting:
             return False
         self._gather_inputs(call)
         is_gated = call.attributes["epilogue"] != "none"
+        experts = Experts(_buffer(call, "starts")).num_experts if "starts" in call.operands else 0
+        each = (0, experts, experts) if experts else None
         for piece in pieces:
             begin, columns = self._part(piece)
             first = begin - out.column
             rows = ((first, columns), *([(out.columns + first, columns)] if is_gated else []))
             operands = {
-                role: replace(operand, rows=rows) if isinstance(operand, WeightOperand) else operand
+                role: replace(operand, rows=rows, matrices=each) if isinstance(operand, WeightOperand) else operand
                 for role, operand in call.operands.items()
             }
             operands["out"] = BufferOperand(out.index, begin, columns)

@@ -81,6 +81,19 @@ class EmulatedDevice:
     def wait(self, event: int) -> None:
         self._do(self._events[event])
 
+    def ask(self, work: Callable[[], None]) -> None:
+        """Queues what is no kernel, or captures it, such as an exchange with another device (ranks.py)."""
+        if self._captured is None:
+            self._ask(work)
+        else:
+            self._captured.append(("", work))
+
+    def do_next(self) -> None:
+        """Does the first piece of work that is queued, for another device that waits for it."""
+        with self._doing:
+            self._asked.popleft()()
+            self._num_done += 1
+
     def _ask(self, work: Callable[[], object]) -> None:
         self._asked.append(work)
         self._num_asked += 1
@@ -144,7 +157,10 @@ class EmulatedDevice:
         def replay() -> None:
             self.replays += 1
             for kernel, launch in captured:
-                self._ask_launch(kernel, launch)
+                if kernel:
+                    self._ask_launch(kernel, launch)
+                else:
+                    self._ask(launch)
 
         return replay
 

@@ -4,9 +4,9 @@
 // when somebody waits for it; a thread that has no context, or that allocates, loads or waits while it
 // captures, is refused.
 //
-// DRIVER_KERNELS names a file of what is emulated in place of the kernels in cubins: a line each of a
-// kernel's symbol, a library ("none": it cannot be launched), the kernel's index in it, and the number of its
-// parameters.
+// DRIVER_DEVICES is the number of GPUs, 1 without. DRIVER_KERNELS names a file of what is emulated in place
+// of the kernels in cubins: a line each of a kernel's symbol, a library ("none": it cannot be launched), the
+// kernel's index in it, and the number of its parameters.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -129,8 +129,14 @@ Result cuInit(unsigned flags) {
   return flags ? INVALID_VALUE : visible && !*visible ? NO_DEVICE : OK;
 }
 Result cuDriverGetVersion(int* version) { return *version = 13000, OK; }
-Result cuDeviceGetCount(int* count) { return *count = 1, OK; }
-Result cuDeviceGet(int* device, int index) { return *device = 0, index == 0 ? OK : Result(101); }
+Result cuDeviceGetCount(int* count) {
+  const char* devices = std::getenv("DRIVER_DEVICES");
+  return *count = devices ? std::atoi(devices) : 1, OK;
+}
+Result cuDeviceGet(int* device, int index) {
+  int count;
+  return cuDeviceGetCount(&count), *device = index, 0 <= index && index < count ? OK : Result(101);
+}
 Result cuDeviceGetName(char* name, int size, int) { return std::strncpy(name, "emulated", size), OK; }
 Result cuDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 3 : -1;
@@ -287,6 +293,12 @@ Result cuGraphLaunch(Graph* graph, Stream* stream) {
     if (Result why = ask(stream, work)) return why;
   return OK;
 }
+
+// For another library (nccl.cpp): work of a stream, which is also captured, and if memory is the device's.
+int driver_ask(Stream* stream, bool (*work)(void*), void* given) {
+  return ask(stream, [=] { return work(given); });
+}
+bool driver_on_device(uintptr_t address, std::size_t count) { return on_device(address, count); }
 
 // What has not been given back.
 int driver_left() { return static_cast<int>(memory.size() + pinned.size() + live.size()) + retained; }

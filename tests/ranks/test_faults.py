@@ -423,8 +423,8 @@ def test_limits_that_do_not_go_with_ranks(
     assert why in str(caught.value)
 
 
-def test_ranks_are_for_cpus() -> None:
-    with Engine.open(tiny_engine()) as engine, pytest.raises(UsageError, match="works on CPUs alone"):
+def test_ranks_of_gpus_are_made_in_the_build() -> None:
+    with Engine.open(tiny_engine()) as engine, pytest.raises(UsageError, match="cannot be divided among 2 GPUs"):
         devices._open_on_gpu(engine, RuntimeConfig(device="cuda", tensor_parallel_size=2), {})
 
 

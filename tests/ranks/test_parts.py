@@ -67,9 +67,21 @@ def test_experts_are_ranges_of_bytes() -> None:
     assert part.ranges == ((80, 240),) and part.shape == (1, 1, 40)
 
 
+def test_rows_of_each_expert_are_ranges_of_bytes() -> None:
+    """As GPUs have them: in each matrix a range, of gates and ups side by side."""
+    operand = WeightOperand("w", rows=((16, 16), (48, 16)), matrices=(0, 3, 3))
+    part = part_of_weight(form("i8", (3, 64, 64), "r16_pairs"), operand)
+    assert part.ranges == ((2048, 4096), (6144, 8192), (10240, 12288)) and part.shape == (3, 32, 64)
+    part = part_of_weight(form("f32", (192,), "plain"), operand)
+    ranges = [(256 * expert + 4 * first, 256 * expert + 4 * first + 64) for expert in range(3) for first in (16, 48)]
+    assert part.ranges == tuple(ranges) and part.shape == (1, 1, 96)
+
+
 @pytest.mark.parametrize(
     ("shape", "layout", "operand"),
     [
+        ((5, 20, 64), "r16", WeightOperand("w", rows=((16, 16),), matrices=(0, 5, 5))),
+        ((100,), "plain", WeightOperand("w", rows=((16, 16),), matrices=(0, 5, 5))),
         ((40, 70), "r16", WeightOperand("w", rows=((8, 16),))),  # begins inside of a block
         ((40, 70), "r16", WeightOperand("w", rows=((0, 8),))),
         ((40, 70), "r16", WeightOperand("w", rows=((32, 16),))),  # more than there are

@@ -65,20 +65,21 @@ def part_of_weight(form: WeightForm, operand: WeightOperand) -> WeightPart:
     halves = 2 if in_pairs else 1
     blocks = halves * -(-rows // halves // ROWS)  # of a matrix
     block_bytes = ROWS * (columns if by_columns else -(-columns // K_ALIGN) * K_ALIGN) * bits // 8
-    if operand.matrices:
-        first, count, total = operand.matrices
-        if total != matrices or first + count > matrices or operand.rows:
-            raise ValueError(f"the weight {operand.name} has {matrices} matrices, so {operand.matrices} are none of it")
-        size = blocks * block_bytes
-        return WeightPart(((first * size, (first + count) * size),), (count, rows, columns))
+    first, number, total = operand.matrices or (0, 1, 1)
+    if total != matrices or first + number > matrices:
+        raise ValueError(f"the weight {operand.name} has {matrices} matrices, so {operand.matrices} are none of it")
+    size = blocks * block_bytes
+    if not operand.rows:
+        return WeightPart(((first * size, (first + number) * size),), (number, rows, columns))
     half = rows // halves
-    first, count = operand.rows[0]
-    expected = tuple((first + index * half, count) for index in range(halves))
-    whole_blocks = first % ROWS == 0 and (count % ROWS == 0 or first + count == half)
-    if operand.rows != expected or matrices != 1 or not whole_blocks or first + count > half:
+    row, count = operand.rows[0]
+    expected = tuple((row + index * half, count) for index in range(halves))
+    whole_blocks = row % ROWS == 0 and (count % ROWS == 0 or row + count == half)
+    if operand.rows != expected or not whole_blocks or row + count > half:
         raise ValueError(f"rows {operand.rows} of the weight {operand.name} are not one range of blocks of {ROWS} rows")
-    begin, end = halves * (first // ROWS), halves * -(-(first + count) // ROWS)
-    return WeightPart(((begin * block_bytes, end * block_bytes),), (1, halves * count, columns))
+    begin, end = halves * (row // ROWS) * block_bytes, halves * -(-(row + count) // ROWS) * block_bytes
+    ranges = tuple((matrix * size + begin, matrix * size + end) for matrix in range(first, first + number))
+    return WeightPart(ranges, (number, halves * count, columns))
 
 
 def _of_vector(operand: WeightOperand, rows: int, numbers: int, number_bytes: int) -> WeightPart:
@@ -86,8 +87,12 @@ def _of_vector(operand: WeightOperand, rows: int, numbers: int, number_bytes: in
     ranges = operand.rows
     if operand.matrices:
         first, count, total = operand.matrices
-        each = numbers // total
+        each, own = numbers // total, operand.rows
         ranges = ((first * each, count * each),)
+        if any(row + size > each for row, size in own):
+            raise ValueError(f"the vector {operand.name} has {each} numbers for each matrix, so {own} are none of it")
+        if own:
+            ranges = tuple((one * each + row, size) for one in range(first, first + count) for row, size in own)
     if rows != 1 or any(first + count > numbers for first, count in ranges):
         raise ValueError(f"the vector {operand.name} has {numbers} numbers, so {ranges} are none of it")
     parts = tuple((first * number_bytes, (first + count) * number_bytes) for first, count in ranges)

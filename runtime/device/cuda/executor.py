@@ -12,7 +12,7 @@ For this, host buffers that the device reads or writes exist PIPELINE_SLOTS time
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ from enginewright.plan import (
     AdaptersOperand,
     BufferOperand,
     CacheOperand,
+    Extent,
     Input,
     InputOperand,
     KernelCall,
@@ -41,14 +42,16 @@ from enginewright.plan import (
     WeightOperand,
     cache_of,
 )
+from enginewright.rank_plan import ALL_GATHER, EVERY, PACKED, ROOT
 from enginewright.runtime.config import RuntimeConfig
 from enginewright.runtime.device.adapters import adapter_bytes, model_plan, num_slots, served_sites
 from enginewright.runtime.device.cuda.adapters import NO_TABLES, DeviceAdapters
 from enginewright.runtime.device.cuda.device import Device, Grid, OnGrid
 from enginewright.runtime.device.cuda.places import DevicePlaces
-from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, DeviceSampler, SamplerLimits
-from enginewright.runtime.device.cuda.upload import upload_weights
-from enginewright.runtime.device.memory_plan import limits_of, place_bytes, plan_memory
+from enginewright.runtime.device.cuda.ranks import DeviceRanks, Packed, packed_parts, rank_weight_bytes
+from enginewright.runtime.device.cuda.sampling import PIPELINE_SLOTS, SAMPLED_ROW, DeviceSampler, SamplerLimits
+from enginewright.runtime.device.cuda.upload import upload_weights, weight_key
+from enginewright.runtime.device.memory_plan import MemoryPlan, limits_of, place_bytes, plan_memory
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.sampling.parameters import MAX_LOGPROBS
 from enginewright.runtime.sampling.sampler import Draw, Entries, Fields
@@ -93,6 +96,8 @@ class CudaExecutor:
         config: limits of a step; None takes the defaults.
         weights: addresses of the weights of another executor of the same engine on the same GPU, which are not uploaded
             again. That executor must be closed after this one.
+        ranks: the GPUs that compute the model together, this one among them, for an engine with the plan of this rank
+            (`Engine.for_rank`); None: it is alone.
 
     Raises:
         NotEnoughMemoryError: weights, arena and KV cache do not fit.
@@ -109,8 +114,10 @@ class CudaExecutor:
         device: Device,
         config: RuntimeConfig | None = None,
         weights: Mapping[str, int] = MappingProxyType({}),
+        ranks: DeviceRanks | None = None,
     ) -> None:
         config = config or RuntimeConfig()
+        self.ranks = ranks
         self.engine, self.plan, self.device = engine, model_plan(engine, config), device
         self.isa, self.threads = device.architecture, 0
         if self.plan.sampling is None:
@@ -120,14 +127,17 @@ class CudaExecutor:
             raise CorruptEngineError("the plan is damaged", "it does not take up what was sampled", "Build it again.")
         length, limits = limits_of(self.plan, config)
         sampler_limits = SamplerLimits.of(limits.sequences, length, self.plan.vocab_size, len(engine.eos_token_ids))
-        free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
-        self.memory_plan = plan_memory(
-            self.plan,
-            config,
-            engine.missing_weight_bytes(weights),
-            free=free,
-            share=FREE_SHARE,
-            adapter_bytes=adapter_bytes(engine, config),
+        self.memory_plan = (
+            ranks.memory_plan
+            if ranks
+            else plan_memory(
+                self.plan,
+                config,
+                engine.missing_weight_bytes(weights),
+                free=device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes,
+                share=FREE_SHARE,
+                adapter_bytes=adapter_bytes(engine, config),
+            )
         )
         self._multiprocessors = device.multiprocessors
         self._inputs = _Inputs(self.plan.inputs, limits, device)
@@ -140,13 +150,17 @@ class CudaExecutor:
             DevicePlaces(device, count, place_bytes(group))
             for group, count in zip(caches, self.memory_plan.num_blocks, strict=True)
         ]
-        self.weights = upload_weights(engine, device, ALIGN, weights)
+        self.weights: Mapping[str, int] = upload_weights(engine, device, ALIGN, weights)
         self._logits = self._buffers[self.plan.result]
         known = device.allocate(4 * limits.tokens)
         places = {"sizes": self._inputs.sizes, "known": known, "logits": self._logits}
         places["logit_rows"] = self._inputs.addresses["logit_rows"]
         self._sampler = DeviceSampler(self.plan.sampling, sampler_limits, places, device)
         self._of_steps = {"sampled": self._sampler.sampled, "known": known}  # tokens from step to step
+        self._share_sampled: Callable[[int], None] | None = None  # gives all ranks what rank 0 has sampled
+        if ranks is not None:
+            rows = {ROOT: Packed(self._sampler.sampled, SAMPLED_ROW.itemsize)}
+            self._share_sampled = ranks.carrier.exchange(rows, EVERY)
         self._adapters: DeviceAdapters | None = None
         self._launches = {False: self._launches_of(engine.plan)}  # by whether rows of the step have adapters
         if config.enable_lora:
@@ -205,6 +219,8 @@ class CudaExecutor:
         self._inputs.upload(arrays, sizes)
         if inputs.hidden is not None:
             self._write(self.plan.given[HIDDEN_BEFORE], inputs.hidden)
+        if self._share_sampled is not None and (inputs.arrays["tokens"] < 0).any():
+            self._share_sampled(self.memory_plan.limits.sequences)  # tokens that the host does not know
         bucket = bucket_of(sizes, self._buckets)
         if bucket is not None:
             self._graph(bucket, adapted)()
@@ -256,10 +272,30 @@ class CudaExecutor:
         grids: dict[Launch, int] = {}
         launches = []
         for call in plan.calls:
-            for launch in call.launches:
+            for launch, run in self._runs_of(call):
                 shape = msgspec.structs.replace(launch, kernel="", arguments=(), threads=0, shared_bytes=0)
-                launches.append((grids.setdefault(shape, len(grids)), self._launcher(call, launch)))
+                launches.append((grids.setdefault(shape, len(grids)), run))
         return _Launches(tuple(grids), launches)
+
+    def _runs_of(self, call: KernelCall) -> list[tuple[Launch, OnGrid]]:
+        """What a call queues, in order, each with the launch that its grid follows from."""
+        runs = [(launch, self._launcher(call, launch)) for launch in call.launches]
+        if call.kernel == ALL_GATHER:  # between the copy of this rank's part and those of the others
+            own = sum(launch.arguments[-1].startswith(PACKED) for launch in call.launches)
+            runs.insert(own, (self._rows_of(call), self._exchange(call)))
+        return runs
+
+    def _rows_of(self, call: KernelCall) -> Launch:
+        """A launch whose grid has as many blocks as an exchange has rows."""
+        x = call.operands["x"]
+        assert isinstance(x, BufferOperand)
+        return Launch("", (), (Extent(self.plan.buffers[x.index].rows), Extent(), Extent()), 0)
+
+    def _exchange(self, call: KernelCall) -> OnGrid:
+        assert self.ranks is not None, "only plans of ranks have exchanges"
+        parts = packed_parts(self.plan, call, self._buffers)
+        run = self.ranks.carrier.exchange(parts, int(call.attributes["root"]))
+        return lambda grid: run(grid[0])
 
     def _grid(self, launch: Launch, sizes: StepSizes) -> Grid | None:
         """Grid of a launch in a step of these sizes; None if it does not run."""
@@ -287,7 +323,7 @@ class CudaExecutor:
             case InputOperand():
                 return self._inputs.addresses[operand.name]
             case WeightOperand():
-                return self.weights[operand.name]
+                return self.weights[weight_key(operand)]
             case BufferOperand():
                 buffer = self.plan.buffers[operand.index]
                 return self._buffers[operand.index] + operand.column * buffer.element_bytes
@@ -295,6 +331,31 @@ class CudaExecutor:
                 group = cache_of(self.plan.caches, operand)
                 memory = self.place_memory[self.plan.caches.index(group)]
                 return memory.address + group.offset_bytes(operand.layer, operand.part)
+
+
+def plan_memory_of_ranks(engine: Engine, device: Device, config: RuntimeConfig, size: int) -> MemoryPlan:
+    """Plans the memory of several GPUs, which are taken to be like this one.
+
+    Args:
+        engine: the open engine.
+        device: the GPU of rank 0, before anything is allocated there.
+        config: limits of a step. The size of the KV cache is that of each GPU.
+        size: number of ranks.
+
+    Returns:
+        The memory plan of rank 0, with no more blocks than each rank has room for.
+
+    Raises:
+        UsageError: the engine was not built for so many ranks.
+        NotEnoughMemoryError: the part of a rank does not fit.
+    """
+    length, limits = limits_of(engine.plan, config)
+    sampler_limits = SamplerLimits.of(limits.sequences, length, engine.plan.vocab_size, len(engine.eos_token_ids))
+    free = device.free_bytes - RESERVED_BYTES - sampler_limits.device_bytes
+    each = [engine.for_rank(rank, size) for rank in range(size)]
+    plans = [plan_memory(one.plan, config, rank_weight_bytes(one), free=free, share=FREE_SHARE) for one in each]
+    fewest = tuple(map(min, zip(*(one.num_blocks for one in plans), strict=True)))
+    return replace(plans[0], num_blocks=fewest)
 
 
 def buckets_for(max_sequences: int) -> tuple[int, ...]:

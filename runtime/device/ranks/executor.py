@@ -43,7 +43,7 @@ class RankedExecutor(CpuExecutor):
         config: RuntimeConfig,
         weights: Mapping[str, NDArray[np.uint8]] = MappingProxyType({}),
     ) -> None:
-        _check_options(config)
+        check_options(config)
         self._group = RankGroup(engine, config)
         # Ends the other ranks also if the engine is never closed, such as one that could not be opened after this.
         self._close = weakref.finalize(self, self._group.close)
@@ -148,7 +148,12 @@ class RankedExecutor(CpuExecutor):
         self._close()
 
 
-def _check_options(config: RuntimeConfig) -> None:
+def check_options(config: RuntimeConfig) -> None:
+    """Refuses what ranks do not do yet.
+
+    Raises:
+        UsageError: the config asks for something of that.
+    """
     wanted = {
         "--kv-cache-disk": config.kv_cache_disk is not None,
         "--kv-cache-remote or --kv-cache-share": config.shares_kv_cache,

@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True):
     layout: RankLayout  # arrangement of the ranks
     channels: tuple[Channel, ...]  # all connections of ranks
     memory_plan: MemoryPlan  # sizes of the memory of rank 0
-    isa: str  # instruction set, on which the bits of results depend
+    isa: str  # instruction set, or architecture of GPUs, on which the bits of results depend
     threads: int | None  # threads of a rank; None: its machine decides
     mmap: bool  # as in RuntimeConfig
     max_loras: int = 0  # number of slots for adapters; 0: the engine is opened without adapters
@@ -57,7 +57,9 @@ class Start(msgspec.Struct, frozen=True):
     rank: int  # the rank that gets the message
     threads: int  # its threads
     cpus: tuple[int, ...]  # CPUs to run on; (): any
-    carriers: tuple[Carrier, ...]  # its ends of channels
+    carriers: tuple[Carrier, ...]  # its ends of channels; () on a GPU
+    gpu: int | None = None  # number of the rank's GPU; None: it computes on the CPU
+    group: bytes = b""  # name by which GPUs find each other
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

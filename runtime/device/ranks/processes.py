@@ -12,7 +12,7 @@ from enginewright.errors import EngineError
 from enginewright.runtime.device.machine import cpus_of_ranks, num_cores
 from enginewright.runtime.device.ranks.carriers import Carriers
 from enginewright.runtime.device.ranks.messages import Pipe, Settings, Start, encode
-from enginewright.runtime.env import worker_environment
+from enginewright.runtime.env import gpu_worker_environment, worker_environment
 
 WORKER = "enginewright.runtime.device.ranks.worker"
 END_TIMEOUT_S = 2.0  # maximum seconds until a process has ended by itself
@@ -35,11 +35,12 @@ class RankProcess:
         descriptors = [one for one in ends if one is not None and one >= 0]
         try:
             with theirs:
+                # Without site, as worker_process.py does; but nccl4py finds NCCL by the folders that site knows.
+                flags = ["-S", "-P"] if start.gpu is None else ["-P"]
                 self._process = subprocess.Popen(
-                    # Without site, as worker_process.py does.
-                    [sys.executable, "-S", "-P", "-m", WORKER, str(theirs.fileno())],
+                    [sys.executable, *flags, "-m", WORKER, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
-                    env=worker_environment(),
+                    env=worker_environment() if start.gpu is None else gpu_worker_environment(),
                     pass_fds=(theirs.fileno(), *descriptors),
                     process_group=0,  # so that Ctrl-C in a terminal does not reach it
                 )
@@ -86,6 +87,8 @@ def start_processes(
     ranks: range,
     carriers: Carriers,
     suffix: str = "",
+    first_gpu: int | None = None,
+    group: bytes = b"",
 ) -> list[RankProcess]:
     """Starts the ranks of this machine.
 
@@ -95,6 +98,8 @@ def start_processes(
         ranks: the ranks of this machine. Rank 0 is not started: it is the process with the scheduler.
         carriers: the carriers of `ranks`.
         suffix: end of their names.
+        first_gpu: number of the GPU of rank 0, which those of the others follow; None: they compute on CPUs.
+        group: name by which GPUs find each other.
 
     Raises:
         EngineError: the system gives no more processes or descriptors.
@@ -106,7 +111,9 @@ def start_processes(
         for index, rank in enumerate(ranks):
             if rank == 0:
                 continue
-            start = Start(settings, os.path.abspath(path), rank, threads, cpus[index], carriers.of_rank(rank))
+            gpu, own_cpus = (None, cpus[index]) if first_gpu is None else (first_gpu + rank, ())
+            own = carriers.of_rank(rank)
+            start = Start(settings, os.path.abspath(path), rank, threads, own_cpus, own, gpu, group)
             started.append(RankProcess(f"rank {rank}{suffix}", start))
     except OSError as error:
         end_processes(started)

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,6 +35,9 @@ from enginewright.runtime.device.ranks.messages import (
 )
 from enginewright.runtime.engine import Engine
 
+if TYPE_CHECKING:
+    from enginewright.runtime.device.cuda.ranked import RankOnGpu
+
 
 def main() -> None:
     """Runs steps until the connection ends."""
@@ -43,21 +47,26 @@ def main() -> None:
     orders = mine.orders()  # from now on the process ends with the connection
     try:
         executor = _open(start)
+        executor.watch(lambda error: mine.send(_failed(who, error)))
         names = [entry.name for entry in executor.plan.inputs]
-        adapters = AdapterReceiver(executor)
+        adapters = AdapterReceiver(executor) if isinstance(executor, CpuExecutor) else None
         mine.send(Ready())
         while True:
             match orders.get():
                 case Step() as step:
                     executor.run(step.inputs(executor.plan.dims, names))
                 case order:
+                    assert adapters is not None, "GPUs of several ranks have no adapters"
                     adapters.follow(order)
     except EngineError as error:
-        lost = isinstance(error, RankLostError)
-        mine.send(Failed(who, error.what, error.why, error.fix, error.exit_code, lost))
+        mine.send(_failed(who, error))
     except Exception as error:
         mine.send(Failed(who, type(error).__name__, str(error)))
         raise
+
+
+def _failed(who: str, error: EngineError) -> Failed:
+    return Failed(who, error.what, error.why, error.fix, error.exit_code, isinstance(error, RankLostError))
 
 
 class _Connection:
@@ -98,10 +107,14 @@ class _Connection:
             os._exit(0)  # nothing needs to be closed: files are mapped, and nobody else reads the shared memory
 
 
-def _open(start: Start) -> CpuExecutor:
+def _open(start: Start) -> "CpuExecutor | RankOnGpu":
     settings = start.settings
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)  # before threads compute: their memory is then that of these CPUs
+    if start.gpu is not None:
+        from enginewright.runtime.device.cuda.ranked import open_rank
+
+        return open_rank(start)
     exchanges = open_exchanges(settings.channels, start.rank, start.carriers)
     for carrier in start.carriers:
         for descriptor in (carrier.memory, *carrier.sockets):

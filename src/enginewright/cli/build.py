@@ -191,12 +191,13 @@ def list_models(context: click.Context, parameter: click.Parameter, wanted: bool
     help="Only say what the build would write, and how much disk space and memory it would need. Nothing is downloaded "
     "or written: a model of the hub must have been downloaded before.",
 )
-@output_section(
+@targets_section(
     "--tensor-parallel-size",
     "-tp",
     type=CountType(),
     default=1,
-    help="With --dry-run, say which part each of this many processes would have.",
+    help="Also compile kernels with which this many GPUs compute the model together, each a part of each layer. On "
+    "CPUs any number of processes can without. With --dry-run, say which part each would have.",
 )
 @output_section(
     "--pipeline-parallel-size",
