@@ -42,7 +42,6 @@ def both(driver: Path) -> Path:
 
 def test_two_gpus_answer_as_one(both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that everything is given back, and that a GPU that is lost ends the engine by an error with its reason."""
-    pytest.importorskip("nccl.bindings.nccl")
     kernels: dict[str, Specialization] = {}
     sections = build.code_sections
     monkeypatch.setattr(build, "code_sections", lambda some, targets: kernels.update(some) or sections(some, targets))

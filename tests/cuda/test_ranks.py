@@ -251,7 +251,8 @@ def test_kernels_of_ranks_are_compiled() -> None:
     ("limits", "why"),
     [
         ({"tensor_parallel_size": 4}, "cannot be divided among 4 GPUs"),
-        ({"enable_lora": True}, "--tensor-parallel-size does not work with adapters"),
+        ({"enable_lora": True}, "--tensor-parallel-size on GPUs does not work with adapters"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is for CPUs"),
         ({"nnodes": 2, "master_addr": "127.0.0.1", "secret_file": "SECRET"}, "--nnodes is for CPUs"),
         ({}, "--tensor-parallel-size 2 needs GPUs 1 to 2: this process sees 1\n"),
     ],

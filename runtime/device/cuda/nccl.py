@@ -117,6 +117,6 @@ def _bindings() -> Any:
         raise NoCodeForMachineError(
             "GPUs cannot exchange anything here",
             f"nccl4py or NCCL is missing ({str(error).splitlines()[0]})",
-            "pip install nccl4py nvidia-nccl-cu13, or leave --tensor-parallel-size out.",
+            "pip install 'enginewright[cuda-ranks]', or leave --tensor-parallel-size out.",
         ) from error
     return nccl
