@@ -3,11 +3,16 @@
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -19,7 +24,9 @@ from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.core import engine_core as core
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
+from enginewright.runtime.env import worker_environment
 from enginewright.runtime.grammar.grammar_processes import FIRST, SECOND, GrammarProcesses
+from enginewright.runtime.grammar.grammar_protocol import FORK, FORK_MESSAGE, Forked
 from enginewright.runtime.grammar.grammar_protocol import LIMITS as PARSER_LIMITS
 from enginewright.runtime.grammar.grammar_worker import answer
 from enginewright.runtime.grammar.grammars import Grammars, GrammarWalk
@@ -215,6 +222,42 @@ def test_the_end_of_the_process_that_forks(grammars: Grammars) -> None:
     assert mask(walk(grammars, regex="[cd]{32}")).any(), "another one is started"
     found.take(token)
     assert mask(found).any(), "what it had forked goes on"
+
+
+FORK_SERVER = """
+import signal, threading
+from enginewright.runtime.grammar import grammar_worker
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+grammar_worker.main()
+"""
+
+
+def test_an_end_is_reported_while_the_process_that_forks_waits_in_the_kernel() -> None:
+    """The signal arrives in another thread, so that, like one just before a call of the kernel, it interrupts none."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(FOREVER / 3)
+    setup = {"vocab_size": engine().plan.vocab_size, "eos_token_ids": list(engine().eos_token_ids), "limits": {}}
+    with ours, theirs, tempfile.TemporaryFile() as tokenizer:
+        tokenizer.write(engine().file.read_section("tokenizer.json"))
+        tokenizer.seek(0)
+        command = [sys.executable, "-S", "-P", "-c", FORK_SERVER]
+        server = subprocess.Popen(command, stdin=theirs.fileno(), env=worker_environment())
+        try:
+            socket.send_fds(ours, [msgspec.json.encode(setup)], [tokenizer.fileno()])
+            for _ in range(2):
+                engine_end, process_end = socket.socketpair()
+                socket.send_fds(ours, [FORK_MESSAGE.pack(FORK, 0)], [process_end.fileno()])
+                process_end.close()
+                started = msgspec.json.decode(ours.recv(1 << 16), type=Forked).started
+                engine_end.close()
+                ended = msgspec.json.decode(ours.recv(1 << 16), type=Forked)
+                assert (ended.ended, ended.status) == (started, 0) and started
+            ours.close()
+            assert server.wait(FOREVER) == 0
+        finally:
+            server.kill()
+            server.wait()
 
 
 HOSTILE = [
