@@ -22,11 +22,12 @@ from enginewright import LLM, SamplingParams, StructuredOutputsParams
 from enginewright.errors import EngineError, UsageError
 from enginewright.runtime.api.vllm_options import runtime_config
 from enginewright.runtime.core import engine_core as core
+from enginewright.runtime.core.stats import Stats
 from enginewright.runtime.device.cpu.executor import CpuExecutor
 from enginewright.runtime.engine import Engine
 from enginewright.runtime.env import worker_environment
 from enginewright.runtime.grammar.grammar_processes import FIRST, SECOND, GrammarProcesses
-from enginewright.runtime.grammar.grammar_protocol import FORK, FORK_MESSAGE, Forked
+from enginewright.runtime.grammar.grammar_protocol import FORK, FORK_MESSAGE, Forked, WalkReply
 from enginewright.runtime.grammar.grammar_protocol import LIMITS as PARSER_LIMITS
 from enginewright.runtime.grammar.grammar_worker import answer
 from enginewright.runtime.grammar.grammars import Grammars, GrammarWalk
@@ -351,3 +352,115 @@ def test_answers_after_a_grammar_was_evicted() -> None:
             assert outputs[0].outputs[0].text in ("abc", "abd")
             assert all(text.startswith(one.outputs[0].text) for text, one in zip(texts, outputs[1:], strict=True))
         assert llm.stats().grammars.num_bytes <= 64 << 20
+
+
+LARGE: list[dict[str, Any]] = [{"choice": [f"{chr(97 + number)}b" * 6500]} for number in range(9)]  # 2 fit in 64 MiB
+SMALL: list[dict[str, Any]] = [{"regex": f"[ab]{{{number + 5}}}c*"} for number in range(21)]
+FEW_BLOCKS = {"max_model_len": 64, "kv_cache_memory": 120 << 10}
+
+
+def texts(wanted: Sequence[dict[str, Any]], max_tokens: int, **limits: Any) -> tuple[list[str], Stats]:
+    """Texts of requests that begin together, and the statistics of the engine."""
+    running = core.EngineCore(engine(), runtime_config(**LIMITS | limits))
+    requests = [
+        running.request(
+            [*range(20 + number % 9, 40)],
+            SamplingParams(max_tokens=max_tokens, temperature=0, structured_outputs=StructuredOutputsParams(**one)),
+            lambda _: None,
+        )
+        for number, one in enumerate(wanted)
+    ]
+    for request in requests:
+        running.add(request)
+    found = [""] * len(wanted)
+    for _ in range(20_000):
+        for request, delta in running.step():
+            assert delta.finish_reason != "error"
+            found[requests.index(request)] += delta.text
+        if not running.has_work:
+            break
+    assert not running.has_work, "some sequences wait for each other"
+    stats = running.stats()
+    running.close()
+    return found, stats
+
+
+@pytest.mark.parametrize(
+    ("wanted", "max_tokens", "limits"),
+    [
+        ([LARGE[0], *SMALL], 5, {"max_num_seqs": 1}),
+        (LARGE, 5, {"max_num_seqs": 1}),
+        ([*LARGE[:4], *SMALL[:12], *LARGE[4:]], 5, {"max_num_seqs": 4}),
+        ([{"regex": f"[ab]{{90,{100 + number}}}{'cd' * 16000}"} for number in range(15)], 44, FEW_BLOCKS),
+    ],
+    ids=["small ones fill the memory", "one slot", "mixed", "preempted"],
+)
+def test_grammars_that_do_not_fit_together_take_turns(
+    wanted: list[dict[str, Any]], max_tokens: int, limits: dict[str, Any]
+) -> None:
+    """Sequences that wait for blocks or a slot give up the memory of their grammars for those that hold them.
+
+    A grammar is compiled in one or two lanes at first, again when its request begins, and once more when its sequence
+    is admitted, if it was evicted before that, or was preempted.
+    """
+    expected, ample = texts(wanted, max_tokens, **limits, grammar_memory=512 << 20)
+    found, stats = texts(wanted, max_tokens, **limits, grammar_memory=64 << 20)
+    assert found == expected and all(found)
+    assert ample.grammars.num_evictions == 0 and ample.grammars.num_compilations <= 2 * len(wanted)
+    assert stats.grammars.num_evictions > 0 and stats.grammars.num_bytes <= 64 << 20
+    assert stats.grammars.num_compilations <= 4 * len(wanted) + stats.num_preemptions
+    assert (ample.num_preemptions > 0) == ("max_num_seqs" not in limits)
+
+
+def test_a_grammar_that_was_too_large_for_the_first_lane_begins_in_the_second() -> None:
+    grammars, large = opened(64 << 20), StructuredOutputsParams(**LARGE[0])
+    grammars.compile(large).result(FOREVER)
+    assert grammars.stats().num_compilations == 2
+    for other in LARGE[1:4]:
+        grammars.compile(StructuredOutputsParams(**other)).result(FOREVER)
+    before = grammars.stats()
+    assert before.num_evictions > 0
+    grammars.compile(large).result(FOREVER)
+    assert grammars.stats().num_compilations == before.num_compilations + 1
+    grammars.close()
+
+
+def test_the_second_lane_gets_memory_while_the_first_is_busy() -> None:
+    """Steps need more grammars of the first lane than fit; one of the second starts as soon as a few have ended."""
+    grammars = opened(64 << 20)
+    grammars.compile(StructuredOutputsParams(**LARGE[0])).result(FOREVER)  # so that its lane is known
+
+    def needed(wanted: dict[str, Any]) -> GrammarWalk:
+        (found,) = grammars.walks(StructuredOutputsParams(**wanted), 1)
+        found.begin()
+        found.wait(0)
+        return found
+
+    walks = [needed(one) for one in SMALL]
+    assert all(mask(found).any() for found in walks) and grammars.stats().num_bytes > 56 << 20
+    later, large = [needed({"regex": f"[cd]{{{number + 5}}}"}) for number in range(20)], needed(LARGE[0])
+    num_ended = 0
+    while not large.wait(0.2):
+        walks[num_ended].end()
+        num_ended += 1
+    assert 0 < num_ended < 12 and not large.failed
+    assert not any(one.wait(0) for one in later[5:]), "they leave it memory"
+    grammars.close()
+
+
+def test_a_walk_that_fails_while_it_takes_a_token_says_so(grammars: Grammars) -> None:
+    """The failure has the position before the token."""
+    found = walk(grammars, regex="[ab]{33}")
+    (token, *_) = tokens_of(mask(found))
+    found._replies.put(WalkReply(0, False, 0, True, 0, (), ()))
+    found.take(token)
+    assert found.wait(0) and found.failed
+    found.end()
+
+
+def test_walks_of_a_closed_engine_fail() -> None:
+    grammars = opened()
+    grammars.close()
+    (found,) = grammars.walks(StructuredOutputsParams(regex="ab"), 1)
+    found.begin()
+    assert found.wait(0) and found.failed
