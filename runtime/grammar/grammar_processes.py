@@ -210,7 +210,7 @@ class GrammarProcesses:
         return number
 
     def need(self, number: int) -> None:
-        """Notes that a step waits for the mask of a walk, which is active from now on; `take` and `look` do the same."""
+        """Notes that a step waits for the mask of a walk, which is active from now on, as after `take` and `look`."""
         self._post(self._need, number)
 
     def rest(self, number: int) -> None:

@@ -377,6 +377,9 @@ def texts(wanted: Sequence[dict[str, Any]], max_tokens: int, **limits: Any) -> t
         for request, delta in running.step():
             assert delta.finish_reason != "error"
             found[requests.index(request)] += delta.text
+        for sequence in (completion.sequence for request in requests for completion in request.completions):
+            if not sequence.is_running and not sequence.state.deferred and isinstance(sequence.grammar, GrammarWalk):
+                assert not sequence.grammar._is_active or sequence.finish_reason is not None, "it waits"
         if not running.has_work:
             break
     assert not running.has_work, "some sequences wait for each other"
@@ -445,6 +448,28 @@ def test_the_second_lane_gets_memory_while_the_first_is_busy() -> None:
         num_ended += 1
     assert 0 < num_ended < 12 and not large.failed
     assert not any(one.wait(0) for one in later[5:]), "they leave it memory"
+    grammars.close()
+
+
+def test_a_grammar_whose_sequence_waits_gives_way_and_goes_on_later() -> None:
+    grammars = opened(64 << 20)
+    walks = [walk(grammars, **one) for one in LARGE[:3]]
+    for found in walks:
+        found.take(tokens_of(mask(found))[0])
+    before = [mask(found).tolist() for found in walks]
+    (other,) = grammars.walks(StructuredOutputsParams(**LARGE[3]), 1)
+    other.begin()
+    assert not other.wait(0.3), "all memory of its lane is in use"
+    walks[1].rest()
+    assert other.wait(FOREVER) and mask(other).any()
+    (token,) = tokens_of(np.array(before[1], np.uint32))
+    walks[1].look([token])  # a step needs it again
+    assert not walks[1].wait(0.3, [token]), "its grammar waits"
+    other.end()
+    assert mask(walks[1], [token]).any()
+    for found, expected in zip(walks, before, strict=True):
+        found.take(tokens_of(np.array(expected, np.uint32))[0])
+        assert mask(found).any()
     grammars.close()
 
 
