@@ -11,7 +11,8 @@ A grammar without walks may be evicted for any other one. A grammar with walks i
 for the very sequence whose grammar waits for memory. So walks say if a step uses them: they are active from the first
 time that a step takes their mask until their sequence waits again. A grammar in use whose walks are not active may be
 evicted for one with an active walk, and is compiled again when a step needs it, with the tokens of its walks. A grammar
-with an active walk is never evicted: its answer goes on, and ends some time. So each grammar that a step needs gets its
+with an active walk is evicted only if those in use have grown beyond the memory together, and then the one that began
+last: the answers of the others go on, and end some time. So each grammar that a step needs gets its
 memory, in turn, and an answer does not begin more compilations than it is admitted or preempted.
 """
 
@@ -459,15 +460,19 @@ class GrammarProcesses:
         ready = [one for one in self._grammars.values() if one.is_ready and lane in (None, one.lane)]
         grammar = next((one for one in ready if one.is_unused), None)
         if grammar is None and is_urgent:
-            resting = (one for one in ready if not one.is_active)
-            grammar = max(resting, key=lambda one: next(iter(one.walks)), default=None)
+            grammar = max((one for one in ready if not one.is_active), key=_first_walk, default=None)
         if grammar is None:
             return False
+        self._evict(grammar)
+        return True
+
+    def _evict(self, grammar: CompiledGrammar) -> None:
         self._num_evictions += 1
         if grammar.is_unused:
             del self._grammars[grammar.key]
         self._drop_process(grammar)
-        return True
+        if grammar.is_active:
+            self._urgent[grammar.lane].append(grammar)
 
     def _start(self, grammar: CompiledGrammar) -> None:
         grammar.is_queued = False
@@ -657,9 +662,12 @@ class GrammarProcesses:
         grammar.num_bytes = num_bytes
         while self._num_bytes() > self._capacity_bytes and self._evict_one(is_urgent=True):
             continue
-        if self._num_bytes() > self._capacity_bytes:
-            largest = max(self._grammars.values(), key=lambda one: one.num_bytes if one.is_ready else 0)
-            self._fail(largest, UsageError("structured_outputs cannot be compiled", self._memory_error(largest.lane)))
+        while self._num_bytes() > self._capacity_bytes:
+            # Steps use all of them. One alone always fits, so the one that began last can wait for memory again.
+            ready = [one for one in self._grammars.values() if one.is_ready]
+            if not ready:  # the others are being compiled, and are counted with their limits
+                return
+            self._evict(max(ready, key=_first_walk))
 
     def _process_ended(self, process: Process, status: int | None) -> None:
         """Starts the grammar of an ended process again in the second lane if it was in the first; else it fails."""
@@ -765,6 +773,11 @@ class GrammarProcesses:
                 self._fork_server.kill()  # which `_read_control` handles next
             else:
                 self._process_ended(process, -signal.SIGALRM)
+
+
+def _first_walk(grammar: CompiledGrammar) -> int:
+    """Number of the walk of a grammar that began first; walks that began later have larger numbers."""
+    return next(iter(grammar.walks))
 
 
 def _failed(number: int, num_taken: int) -> WalkReply:

@@ -453,11 +453,11 @@ def test_the_second_lane_gets_memory_while_the_first_is_busy() -> None:
 
 def test_a_grammar_whose_sequence_waits_gives_way_and_goes_on_later() -> None:
     grammars = opened(64 << 20)
-    walks = [walk(grammars, **one) for one in LARGE[:3]]
+    walks = [walk(grammars, **one) for one in LARGE[:2]]
     for found in walks:
         found.take(tokens_of(mask(found))[0])
     before = [mask(found).tolist() for found in walks]
-    (other,) = grammars.walks(StructuredOutputsParams(**LARGE[3]), 1)
+    (other,) = grammars.walks(StructuredOutputsParams(**LARGE[2]), 1)
     other.begin()
     assert not other.wait(0.3), "all memory of its lane is in use"
     walks[1].rest()
@@ -470,6 +470,28 @@ def test_a_grammar_whose_sequence_waits_gives_way_and_goes_on_later() -> None:
     for found, expected in zip(walks, before, strict=True):
         found.take(tokens_of(np.array(expected, np.uint32))[0])
         assert mask(found).any()
+    grammars.close()
+
+
+def test_grammars_that_grow_beyond_the_memory_fail_nobody() -> None:
+    """The latest of them waits until another has ended, although steps use all of them."""
+    grammars = opened(64 << 20)
+    walks = [walk(grammars, **one) for one in SMALL]
+    for found in walks:
+        found.take(tokens_of(mask(found))[0])
+    assert all(mask(found).any() for found in walks)
+    processes, before = processes_of(grammars), grammars.stats()
+    grown = processes._grammars[walks[0]._key]
+    processes._post(processes._measured, grown, 64 << 20 >> 2)
+    for found in walks[1:-6]:
+        found.take(tokens_of(mask(found))[0])
+        assert mask(found).any()
+    assert grammars.stats().num_bytes <= 64 << 20 and grammars.stats().num_evictions > before.num_evictions
+    walks[-1].look([0])
+    assert not walks[-1].wait(0.3, [0])
+    for found in walks[:-1]:
+        found.end()
+    assert walks[-1].wait(FOREVER, [0]) and not any(found.failed for found in walks)
     grammars.close()
 
 
