@@ -354,7 +354,7 @@ def test_answers_after_a_grammar_was_evicted() -> None:
         assert llm.stats().grammars.num_bytes <= 64 << 20
 
 
-LARGE: list[dict[str, Any]] = [{"choice": [f"{chr(97 + number)}b" * 6500]} for number in range(9)]  # 2 fit in 64 MiB
+LARGE: list[dict[str, Any]] = [{"choice": [f"{chr(97 + number)}b" * 8000]} for number in range(9)]  # 2 fit in 64 MiB
 SMALL: list[dict[str, Any]] = [{"regex": f"[ab]{{{number + 5}}}c*"} for number in range(21)]
 FEW_BLOCKS = {"max_model_len": 64, "kv_cache_memory": 120 << 10}
 
