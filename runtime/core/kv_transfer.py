@@ -38,7 +38,7 @@ class KvTransfer:
         if config.kv_role in ("decode", "both"):
             self._fetcher = LeaseFetcher(
                 self._secret, facts, self._place_bytes
-            )  # has no threads before its first fetch
+            )  # without threads at first
         if config.kv_role in ("prefill", "both"):
             self._leases = LeaseServer(*split_address(config.kv_listen or DEFAULT_LISTEN), self._secret, facts)
 
