@@ -36,9 +36,7 @@ class KvTransfer:
         self._leases: LeaseServer | None = None
         self._fetcher: LeaseFetcher | None = None
         if config.kv_role in ("decode", "both"):
-            self._fetcher = LeaseFetcher(
-                self._secret, facts, self._place_bytes
-            )  # without threads at first
+            self._fetcher = LeaseFetcher(self._secret, facts, self._place_bytes)  # without threads at first
         if config.kv_role in ("prefill", "both"):
             self._leases = LeaseServer(*split_address(config.kv_listen or DEFAULT_LISTEN), self._secret, facts)
 
