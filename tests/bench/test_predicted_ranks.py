@@ -69,7 +69,7 @@ def test_what_ranks_read_adds_up(family: str) -> None:
     for size in (2, 3):
         ranks = work_of(assembly, config, size).ranks
         assert len(ranks) == size and ranks[0].share.exchanges > 0
-        experts = sum(rank.expert_bytes for rank in ranks)  # two ranks may read a block of rows of two experts
+        experts = sum(rank.expert_bytes for rank in ranks)  # two ranks may read a block of rows that has two experts
         assert whole.expert_bytes <= experts <= (1 + 0.035 * (size - 1)) * whole.expert_bytes, (
             "each expert is on one rank"
         )
