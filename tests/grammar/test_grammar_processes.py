@@ -33,7 +33,7 @@ from enginewright.runtime.grammar.grammar_worker import answer
 from enginewright.runtime.grammar.grammars import Grammars, GrammarWalk
 from enginewright.runtime.sampling.token_mask import Mask, num_words
 from tests.helpers.late_executor import LateExecutor
-from tests.helpers.serving import LIMITS, tiny_engine
+from tests.helpers.serving import LIMITS, tiny_engine, wait_until
 
 FOREVER = 60.0  # seconds; nothing takes so long
 PERSON = {
@@ -442,8 +442,12 @@ def test_the_second_lane_gets_memory_while_the_first_is_busy() -> None:
     walks = [needed(one) for one in SMALL]
     assert all(mask(found).any() for found in walks) and grammars.stats().num_bytes > 56 << 20
     later, large = [needed({"regex": f"[cd]{{{number + 5}}}"}) for number in range(20)], needed(LARGE[0])
+    processes = processes_of(grammars)
     for found in walks[:8]:  # 23 MiB, of which it takes 16 MiB
+        number = found._number
         found.end()
+        wait_until(lambda number=number: number not in processes._walks)  # type: ignore[misc]
+        wait_until(lambda: all(one.process is None or one.is_ready for one in list(processes._grammars.values())))
     assert large.wait(FOREVER) and not large.failed
     assert sum(one.wait(0) for one in later) <= 5, "they leave it memory"
     grammars.close()
