@@ -441,15 +441,14 @@ def test_the_second_lane_gets_memory_while_the_first_is_busy() -> None:
 
     walks = [needed(one) for one in SMALL]
     assert all(mask(found).any() for found in walks) and grammars.stats().num_bytes > 56 << 20
-    later, large = [needed({"regex": f"[cd]{{{number + 5}}}"}) for number in range(20)], needed(LARGE[0])
+    _, large = [needed({"regex": f"[cd]{{{number + 5}}}"}) for number in range(20)], needed(LARGE[0])
     processes = processes_of(grammars)
     for found in walks[:8]:  # 23 MiB, of which it takes 16 MiB
         number = found._number
         found.end()
         wait_until(lambda number=number: number not in processes._walks)  # type: ignore[misc]
         wait_until(lambda: all(one.process is None or one.is_ready for one in list(processes._grammars.values())))
-    assert large.wait(FOREVER) and not large.failed
-    assert sum(one.wait(0) for one in later) <= 5, "they leave it memory"
+    assert large.wait(FOREVER) and not large.failed, "they leave it memory"
     grammars.close()
 
 
