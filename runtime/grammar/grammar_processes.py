@@ -435,7 +435,9 @@ class GrammarProcesses:
                 if not self._evict_one(SECOND, is_urgent=is_urgent):
                     return False
         elif self._urgent[SECOND] or self._queues[SECOND]:
-            available -= max(int(SECOND.share * self._capacity_bytes) - self._num_bytes(SECOND), 0)
+            reserved = int(SECOND.share * self._capacity_bytes)
+            if self._num_bytes(SECOND) + reserved <= SECOND_SHARE * self._capacity_bytes:
+                available -= reserved
         while self._num_bytes() + wanted > available or self._num_processes >= MAX_GRAMMARS:
             if not self._evict_one(is_urgent=is_urgent):
                 return False
