@@ -480,8 +480,6 @@ class GrammarProcesses:
         grammar.is_queued = False
         try:
             process = self._spare.popleft() if self._spare else self._fork()
-            while len(self._spare) < NUM_SPARE:
-                self._spare.append(self._fork())
         except EngineError as error:
             self._fail(grammar, error)
             return
@@ -491,15 +489,26 @@ class GrammarProcesses:
         self._num_compilations += 1
         order = GrammarOrder(grammar.key, grammar.num_bytes, lane.compile_s, lane.step_s, lane.niceness)
         self._send(process, msgspec.json.encode(order))
+        try:
+            while len(self._spare) < NUM_SPARE:
+                self._spare.append(self._fork())
+        except EngineError as error:
+            logger.warning("no process is ready for the next grammar: %s", error)
 
     def _fork(self) -> Process:
         """Forks a process, which waits for its grammar.
 
         Raises:
-            EngineError: the tokenizer cannot be read.
+            EngineError: the tokenizer cannot be read, or the system gives no more processes or descriptors.
         """
-        control, fork_server = self._ready_fork_server()
-        ours, theirs = socket.socketpair()
+        try:
+            control, fork_server = self._ready_fork_server()
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise EngineError(
+                "structured_outputs could not be compiled", f"no process can be started: {why}"
+            ) from error
         ours.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             ours.setsockopt(socket.SOL_SOCKET, option, CONNECTION_BYTES)
@@ -523,31 +532,36 @@ class GrammarProcesses:
 
         Raises:
             EngineError: the tokenizer cannot be read.
+            OSError: the system gives no more processes or descriptors.
         """
         if self._control is not None and self._fork_server is not None:
             return self._control, self._fork_server
         text = self._read_tokenizer()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        file = os.memfd_create("tokenizer")
+        fork_server: subprocess.Popen[bytes] | None = None
         try:
-            with os.fdopen(os.dup(file), "wb") as writer:
-                writer.write(text)
-            os.lseek(file, 0, os.SEEK_SET)
-            self._fork_server = subprocess.Popen(
-                # Without site, which may take longer than the rest of the start; worker_environment has the path.
-                [sys.executable, "-S", "-P", "-m", "enginewright.runtime.grammar.grammar_worker"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=worker_environment(),
-                process_group=0,  # so that Ctrl-C in a terminal reaches only the parent
-            )
-            socket.send_fds(ours, [msgspec.json.encode(self._setup)], [file])
-        finally:
-            os.close(file)
-            theirs.close()
-        self._control, self._has_forked = ours, False
+            with theirs, os.fdopen(os.memfd_create("tokenizer"), "wb+") as file:
+                file.write(text)
+                file.flush()
+                file.seek(0)
+                fork_server = subprocess.Popen(
+                    # Without site, which may take longer than the rest of the start; worker_environment has the path.
+                    [sys.executable, "-S", "-P", "-m", "enginewright.runtime.grammar.grammar_worker"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=worker_environment(),
+                    process_group=0,  # so that Ctrl-C in a terminal reaches only the parent
+                )
+                socket.send_fds(ours, [msgspec.json.encode(self._setup)], [file.fileno()])
+        except BaseException:
+            ours.close()
+            if fork_server is not None:
+                fork_server.kill()
+                fork_server.wait()
+            raise
+        self._control, self._fork_server, self._has_forked = ours, fork_server, False
         self._selector.register(ours, selectors.EVENT_READ, None)
-        return ours, self._fork_server
+        return ours, fork_server
 
     def _end_fork_server(self) -> None:
         """Ends the process that forks, and with it all processes that it has forked."""

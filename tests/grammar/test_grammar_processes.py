@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -259,6 +260,27 @@ def test_an_end_is_reported_while_the_process_that_forks_waits_in_the_kernel() -
         finally:
             server.kill()
             server.wait()
+
+
+def test_grammars_go_on_after_the_system_had_no_more_descriptors() -> None:
+    """Those that could not start fail, and neither the thread nor later grammars."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened(64 << 20).close()
+    grammars, failures = opened(64 << 20), 0
+    for number in range(2):  # before the first process, and while there are some
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            for length in range(1, 5):
+                future = grammars.compile(StructuredOutputsParams(regex=f"[{'ab'[number]}]{{{length}}}"))
+                error = future.exception(FOREVER)
+                if error is not None:
+                    assert "no process can be started: Too many open files" in str(error)
+                    failures += 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert mask(walk(grammars, regex=f"c{{{number + 1}}}")).any()
+    assert failures == 4 + 2, "two of the second ones had a process in reserve"
+    grammars.close()
 
 
 HOSTILE = [
