@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from itertools import combinations
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,12 @@ def test_the_docs_have_what_the_script_gives() -> None:
         assert row in docs
     assert all(f"| {name} | 8 × H200 | tensor 8 |" in docs for name in models_of_docs())
     assert (f"{SOCKET.read_rate / 1e9:.0f} GB/s" in docs) and (f"{H200.read_rate / 1e12:.2f} TB/s" in docs)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Llama-3.3-70B", 70.6), ("Qwen3.5-397B-A17B", 396), ("DeepSeek-V3", 671)]
+)
+def test_configs_have_as_many_weights_as_their_models(name: str, billions: float) -> None:
+    """The model cards' numbers, without heads that predict several tokens and without what reads pictures."""
+    shapes = [info.shape for info in ShapesOnly.of(name, models_of_docs()[name]).tensors.values()]
+    assert sum(map(prod, shapes)) == pytest.approx(billions * 1e9, rel=0.005)
