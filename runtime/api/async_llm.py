@@ -75,11 +75,10 @@ class AsyncLLM:
         if not isinstance(model, Engine):
             model = owned = open_engine(model, config.device)
         try:
-            core = open_core(model, config)
+            self._begin(open_core(model, config), owned)
         except BaseException:
             close_all(None, owned)
             raise
-        self._begin(core, owned)
 
     def _begin(self, core: EngineCore | EmbeddingCore, owned: Engine | None) -> None:
         """Starts the thread; `owned` is an engine that is closed with it."""

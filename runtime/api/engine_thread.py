@@ -29,7 +29,7 @@ class EngineThread:
     exist.
 
     Args:
-        core: the core, which only this thread may step.
+        core: the core, which only this thread may step. It is closed with the thread, or if that cannot start.
         post: passes a call to the readers' thread: `loop.call_soon_threadsafe`, or None to call them from the engine's
             thread. There is one call per step, for all requests together.
     """
@@ -46,9 +46,13 @@ class EngineThread:
         self.error: EngineDeadError | None = None
         self._failure: EngineError | None = None  # error that something outside of a step has caused
         self._step_began: float | None = None  # time.monotonic at the start of the running step; None between steps
-        core.executor.watch(self._fail)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        try:
+            core.executor.watch(self._fail)
+            self._thread.start()
+        except BaseException:
+            core.close()
+            raise
 
     @property
     def is_alive(self) -> bool:

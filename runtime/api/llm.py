@@ -103,12 +103,12 @@ class LLM:
         self.engine = model
         try:
             core = open_core(self.engine, config)
+            self._thread = EngineThread(core)
         except BaseException:
             close_all(None, owned)
             raise
         self.max_model_len, executor = core.max_model_len, core.executor
         self.memory_plan, self.isa, self.threads = executor.memory_plan, executor.isa, executor.threads
-        self._thread = EngineThread(core)
         self._close = finalize(self, close_all, self._thread, owned)  # also when it is garbage-collected, and at exit
         self._request_ids = count()
 

@@ -77,6 +77,14 @@ class EmbeddingCore:
             raise UsageError("kv_role is for engines that write", "an embedding model keeps no blocks")
         _ = engine.tokenizer, engine.embedding  # Read now, since the file may be changed later.
         self.executor = open_executor(engine, config)
+        try:
+            self._open(engine, config)
+        except BaseException:
+            self.executor.close()
+            raise
+
+    def _open(self, engine: Engine, config: RuntimeConfig) -> None:
+        """Opens what uses the executor."""
         self._scheduler = Scheduler(
             engine.plan.caches,
             self.executor.memory_plan.limits,

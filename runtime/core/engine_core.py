@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -83,11 +84,21 @@ class EngineCore:
         self.engine = engine
         config = with_method(engine, config)
         self._config = config
+        self._opened = ExitStack()  # closes what this object has opened, the last first
+        try:
+            self._open(engine, config)
+        except BaseException:
+            self._opened.close()
+            raise
+
+    def _open(self, engine: Engine, config: RuntimeConfig) -> None:
+        """Opens all parts of the core. If this fails, the caller closes those that are in `self._opened`."""
         self._adapters = Adapters(engine, config)
         self._eos_token_ids = engine.eos_token_ids  # and tokenizer: read now, since the file may be changed later
-        self.executor = open_executor(engine, config_of_model(engine, config))
+        self.executor = self._opened.enter_context(closing(open_executor(engine, config_of_model(engine, config))))
         read_tokenizer = partial(engine.file.read_section, "tokenizer.json")
         self._grammars = Grammars(read_tokenizer, engine.plan.vocab_size, self._eos_token_ids, config.grammar_memory)
+        self._opened.callback(self._grammars.close)
         self._sampler = Sampler(self.executor.draw)
         self._prompt_cost = PromptCost(engine.plan)
         # Time of a step by its work; None where neither a goal nor a store needs it.
@@ -95,6 +106,8 @@ class EngineCore:
         goal = StepGoal(config.itl_slo_ms / 1e3, self._step_cost) if self._step_cost and config.itl_slo_ms else None
         limits = self.executor.memory_plan.limits
         self._speculator = open_speculator(engine, config, self.executor)
+        if self._speculator is not None:
+            self._opened.callback(self._speculator.close)
         # Stages compute several steps at a time. With a speculator they wait for each other: draft tokens depend on all
         # tokens before them, and on the inputs of the step that has just ended.
         self._pipeline = self.executor.pipeline
@@ -117,17 +130,23 @@ class EngineCore:
             self._scheduler.use_memory(self.executor.place_memory)
         # Moves prompts between servers; None where each server computes its own.
         self.transfer = KvTransfer(engine, config, self.executor, self._scheduler) if config.kv_role else None
+        if self.transfer is not None:
+            self._opened.callback(self.transfer.close)
         self._live = LiveSequences(self._scheduler, self._speculator, self.transfer)
         self._in_flight: deque[StepInFlight] = deque()
         self._counts = StepCounts(self._scheduler, self.executor.memory_plan)
         self._num_generated = 0  # tokens since the start
         self._step_ended = 0.0  # time.perf_counter at which the last step ended, in seconds
         self._kv_events = open_kv_events(engine, config, self._scheduler)
+        if self._kv_events is not None:
+            self._opened.callback(self._kv_events.close)
         self._stores: Stores | None = None
         if config.has_stores:
             assert self._step_cost is not None
             seconds = partial(prompt_s, self._step_cost, self._prompt_cost)
-            self._stores = Stores(engine, config, self.executor, self._scheduler, seconds)
+            self._stores = self._opened.enter_context(
+                closing(Stores(engine, config, self.executor, self._scheduler, seconds))
+            )
 
     @property
     def max_loras(self) -> int | None:
@@ -153,16 +172,7 @@ class EngineCore:
     def close(self) -> None:
         """Releases memory, processes and files."""
         self._live.clear()
-        self._grammars.close()
-        if self._speculator is not None:
-            self._speculator.close()
-        if self._kv_events is not None:
-            self._kv_events.close()
-        if self._stores is not None:
-            self._stores.close()
-        if self.transfer is not None:
-            self.transfer.close()
-        self.executor.close()
+        self._opened.close()
 
     @property
     def max_model_len(self) -> int:

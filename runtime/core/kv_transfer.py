@@ -35,10 +35,10 @@ class KvTransfer:
         self._secret, facts = kv_secret(config), block_facts(engine, executor, self._block_size)
         self._leases: LeaseServer | None = None
         self._fetcher: LeaseFetcher | None = None
+        if config.kv_role in ("decode", "both"):
+            self._fetcher = LeaseFetcher(self._secret, facts, self._place_bytes)  # without threads at first
         if config.kv_role in ("prefill", "both"):
             self._leases = LeaseServer(*split_address(config.kv_listen or DEFAULT_LISTEN), self._secret, facts)
-        if config.kv_role in ("decode", "both"):
-            self._fetcher = LeaseFetcher(self._secret, facts, self._place_bytes)
 
     @property
     def leases_prompts(self) -> bool:

@@ -87,8 +87,9 @@ class Stores:
             if config.shares_kv_cache:
                 block_size = shared_block_size("kv_cache_remote", config, scheduler)
                 secret, facts = kv_secret(config), block_facts(engine, executor, block_size)
+                cipher = EntryCipher(secret, identity)  # before what has to be closed, since it may fail
                 blobs = self._open_blobs(config, identity, secret, facts, max(sizes) + SEAL_BYTES)
-                self._remote = RemoteStore(blobs, EntryCipher(secret, identity), sizes)
+                self._remote = RemoteStore(blobs, cipher, sizes)
         except BaseException:
             self.close()
             raise

@@ -4,7 +4,16 @@ The state of grammars and processes belongs to the thread; other threads put mes
 
 A grammar is compiled in the first of two lanes, whose limits fit ordinary grammars. One that exceeds them, then or
 later, starts again in the second lane, with larger limits and a low priority. The second lane has at most half of the
-memory, so that there is always memory for the first.
+memory, so that there is always memory for the first; and while a grammar waits in the second lane, the first one leaves
+it memory.
+
+A grammar without walks may be evicted for any other one. A grammar with walks is in use, but its answers may be waiting
+for the very sequence whose grammar waits for memory. So walks say if a step uses them: they are active from the first
+time that a step takes their mask until their sequence waits again. A grammar in use whose walks are not active may be
+evicted for one with an active walk, and is compiled again when a step needs it, with the tokens of its walks. A grammar
+with an active walk is evicted only if those in use have grown beyond the memory together, and then the one that began
+last: the answers of the others go on, and end some time. So each grammar that a step needs gets its
+memory, in turn, and an answer does not begin more compilations than it is admitted or preempted.
 """
 
 import logging
@@ -52,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 20  # maximum number of bytes read from a socket at once
 MAX_GRAMMARS = 256  # maximum number of grammars with a process
+MAX_LARGE = 4096  # maximum number of grammars that are known to exceed the memory of the first lane
 HANG_S = MAX_SECONDS + 10  # seconds without a reply, after which a process must have been stopped
 NUM_SPARE = 2  # processes kept in reserve, since forking and warming up one takes longer than compiling
 CONNECTION_BYTES = 1 << 20  # size of a socket's buffer, if the system allows it
@@ -89,6 +99,7 @@ class WalkHandle:
     put: Callable[[WalkReply], None]  # receives the replies
     tokens: list[int] = field(default_factory=list)  # tokens that the walk has taken
     ahead: Sequence[int] = ()  # draft tokens of the latest LOOK
+    is_active: bool = False  # True while steps use it, rather than that its sequence waits for blocks or a slot
 
 
 @dataclass(eq=False)
@@ -107,11 +118,12 @@ class Process:
 
 @dataclass(eq=False)
 class CompiledGrammar:
-    """A grammar that is compiled, is being compiled, or waits to be."""
+    """A grammar that is compiled, is being compiled, waits to be, or was evicted while its walks were not active."""
 
     key: str  # key of StructuredOutputsParams
     lane: Lane = FIRST  # lane of its process
     process: Process | None = None  # its process; None while it waits
+    is_queued: bool = False  # True while it is in the queue of its lane
     is_ready: bool = False  # True once it is compiled
     num_bytes: int = 0  # bytes measured by its process; until then, its limit
     waiting: list["Future[None]"] = field(default_factory=list)  # futures that end when it is compiled
@@ -123,6 +135,16 @@ class CompiledGrammar:
     def is_unused(self) -> bool:
         """True if it is compiled and has no walks."""
         return self.is_ready and not self.walks
+
+    @property
+    def is_active(self) -> bool:
+        """True if steps use one of its walks."""
+        return any(walk.is_active for walk in self.walks.values())
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if it has a walk, or somebody waits until it is compiled."""
+        return bool(self.walks) or not all(future.cancelled() for future in self.waiting)
 
 
 class GrammarProcesses:
@@ -139,10 +161,13 @@ class GrammarProcesses:
     def __init__(self, read_tokenizer: Callable[[], bytes], setup: Mapping[str, Any], capacity_bytes: int) -> None:
         self._read_tokenizer, self._setup, self._capacity_bytes = read_tokenizer, setup, capacity_bytes
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the most recently used last
+        # Grammars that wait to be compiled, by lane. Those that steps need are in the urgent queue, and come first.
         self._queues: dict[Lane, deque[CompiledGrammar]] = {FIRST: deque(), SECOND: deque()}
+        self._urgent: dict[Lane, deque[CompiledGrammar]] = {FIRST: deque(), SECOND: deque()}
+        self._large: OrderedDict[int, None] = OrderedDict()  # hashes of keys that exceeded the memory of the first lane
         self._walks: dict[int, WalkHandle] = {}
         self._numbers = count()
-        self._num_evictions = 0
+        self._num_evictions = self._num_compilations = 0
         self._fork_server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None  # socket to the process that forks
         self._has_forked = False  # True once the process that forks has forked one
@@ -181,8 +206,17 @@ class GrammarProcesses:
     def open(self, key: str, put: Callable[[WalkReply], None]) -> int:
         """Starts a walk, and returns its number. The thread passes its replies to `put`."""
         number = next(self._numbers)
-        self._post(self._open, WalkHandle(number, key, put))
+        if not self._post(self._open, WalkHandle(number, key, put)):
+            put(_failed(number, 0))
         return number
+
+    def need(self, number: int) -> None:
+        """Notes that a step waits for the mask of a walk, which is active from now on, as after `take` and `look`."""
+        self._post(self._need, number)
+
+    def rest(self, number: int) -> None:
+        """Notes that a walk is not active any more, since its sequence waits."""
+        self._post(self._rest, number)
 
     def take(self, number: int, token: int) -> None:
         """Advances a walk by a token; the reply has the next mask."""
@@ -199,7 +233,8 @@ class GrammarProcesses:
     def stats(self) -> GrammarStats:
         """Statistics of the grammars."""
         grammars = list(self._grammars.values())
-        return GrammarStats(len(grammars), sum(one.num_bytes for one in grammars), self._num_evictions)
+        num_bytes = sum(one.num_bytes for one in grammars)
+        return GrammarStats(len(grammars), num_bytes, self._num_evictions, self._num_compilations)
 
     def close(self) -> None:
         """Ends the processes and the thread."""
@@ -284,6 +319,7 @@ class GrammarProcesses:
         grammar = self._find(key)
         if not grammar.is_ready:
             grammar.waiting.append(future)
+            self._enqueue(grammar)
         elif future.set_running_or_notify_cancel():
             future.set_result(None)
 
@@ -300,7 +336,7 @@ class GrammarProcesses:
             return
         walk.tokens.append(token)
         walk.ahead = ()
-        if self._grammars[walk.key].is_ready:
+        if self._activate(walk).is_ready:
             self._request(self._grammars[walk.key], TAKE, number, [token])
 
     def _look(self, number: int, tokens: list[int]) -> None:
@@ -308,8 +344,26 @@ class GrammarProcesses:
         if walk is None:
             return
         walk.ahead = tokens
-        if self._grammars[walk.key].is_ready:
+        if self._activate(walk).is_ready:
             self._request(self._grammars[walk.key], LOOK, number, tokens)
+
+    def _need(self, number: int) -> None:
+        walk = self._walks.get(number)
+        if walk is not None:
+            self._activate(walk)
+
+    def _rest(self, number: int) -> None:
+        walk = self._walks.get(number)
+        if walk is not None:
+            walk.is_active = False
+
+    def _activate(self, walk: WalkHandle) -> CompiledGrammar:
+        """Notes that steps use a walk, and returns its grammar, which is compiled if it is not."""
+        grammar, was_active = self._grammars[walk.key], walk.is_active
+        walk.is_active = True
+        if grammar.process is None and not was_active:
+            self._urgent[grammar.lane].append(grammar)
+        return grammar
 
     def _end(self, number: int) -> None:
         walk = self._walks.pop(number, None)
@@ -319,41 +373,73 @@ class GrammarProcesses:
         del grammar.walks[number]
         if grammar.is_ready:
             self._send(_process_of(grammar), command(END, number))
+        elif grammar.process is None and not grammar.is_wanted:
+            del self._grammars[grammar.key]
 
     def _find(self, key: str) -> CompiledGrammar:
         grammar = self._grammars.get(key)
         if grammar is None:
-            grammar = self._grammars[key] = CompiledGrammar(key)
-            self._queues[FIRST].append(grammar)
+            grammar = self._grammars[key] = CompiledGrammar(key, SECOND if hash(key) in self._large else FIRST)
+            self._enqueue(grammar)
         self._grammars.move_to_end(key)
         return grammar
+
+    def _enqueue(self, grammar: CompiledGrammar) -> None:
+        """Queues a grammar without a process in its lane, unless it is queued."""
+        if grammar.process is None and not grammar.is_queued:
+            grammar.is_queued = True
+            self._queues[grammar.lane].append(grammar)
 
     # Compiling
 
     def _start_waiting(self) -> None:
         """Starts to compile waiting grammars, as far as the limits allow."""
         for lane, queue in self._queues.items():
-            while queue and self._can_start(lane):
-                grammar = queue.popleft()
-                if self._grammars.get(grammar.key) is not grammar:
-                    continue
-                if not grammar.walks and all(future.cancelled() for future in grammar.waiting):
-                    del self._grammars[grammar.key]
-                    continue
+            urgent = self._urgent[lane]
+            while (grammar := self._first_of(urgent, lane)) is not None and self._can_start(lane, is_urgent=True):
+                urgent.popleft()
+                self._start(grammar)
+            if urgent:
+                continue
+            while (grammar := self._first_of(queue, lane)) is not None and self._can_start(lane):
+                queue.popleft()
                 self._start(grammar)
 
-    def _can_start(self, lane: Lane) -> bool:
-        """True if one more grammar can be compiled now; unused ones are evicted for it."""
+    def _first_of(self, queue: deque[CompiledGrammar], lane: Lane) -> CompiledGrammar | None:
+        """First grammar of a queue that has still to be compiled; those before it are removed."""
+        while queue:
+            grammar, is_urgent = queue[0], queue is self._urgent[lane]
+            is_known = self._grammars.get(grammar.key) is grammar
+            if is_known and grammar.process is None and not grammar.is_wanted:
+                del self._grammars[grammar.key]
+            elif is_known and grammar.process is None and grammar.lane is lane and (grammar.is_active or not is_urgent):
+                return grammar
+            queue.popleft()
+            if not is_urgent:
+                grammar.is_queued = False
+        return None
+
+    def _can_start(self, lane: Lane, *, is_urgent: bool = False) -> bool:
+        """True if one more grammar can be compiled now; others are evicted for it.
+
+        Args:
+            lane: the lane of the grammar.
+            is_urgent: True if it has an active walk; then grammars whose walks are not active are evicted, too.
+        """
         compiling = [one for one in self._grammars.values() if one.process is not None and not one.is_ready]
         if sum(one.lane is lane for one in compiling) >= lane.num_compiled:
             return False
-        wanted = int(lane.share * self._capacity_bytes)
+        wanted, available = int(lane.share * self._capacity_bytes), self._capacity_bytes
         if lane is SECOND:
             while self._num_bytes(SECOND) + wanted > SECOND_SHARE * self._capacity_bytes:
-                if not self._evict_one(SECOND):
+                if not self._evict_one(SECOND, is_urgent=is_urgent):
                     return False
-        while self._num_bytes() + wanted > self._capacity_bytes or self._num_processes >= MAX_GRAMMARS:
-            if not self._evict_one():
+        elif self._urgent[SECOND] or self._queues[SECOND]:
+            reserved = int(SECOND.share * self._capacity_bytes)
+            if self._num_bytes(SECOND) + reserved <= SECOND_SHARE * self._capacity_bytes:
+                available -= reserved
+        while self._num_bytes() + wanted > available or self._num_processes >= MAX_GRAMMARS:
+            if not self._evict_one(is_urgent=is_urgent):
                 return False
         return True
 
@@ -365,39 +451,64 @@ class GrammarProcesses:
         """Bytes of the grammars of a lane, or of all."""
         return sum(one.num_bytes for one in self._grammars.values() if lane in (None, one.lane))
 
-    def _evict_one(self, lane: Lane | None = None) -> bool:
-        """Evicts the least recently used grammar of a lane, or of any; False if all are in use."""
-        unused = (one for one in self._grammars.values() if one.is_unused and lane in (None, one.lane))
-        grammar = next(unused, None)
+    def _evict_one(self, lane: Lane | None = None, *, is_urgent: bool = False) -> bool:
+        """Evicts a grammar; returns False if none can be.
+
+        Args:
+            lane: the lane of the grammar; None: any.
+            is_urgent: False evicts only the least recently used grammar without walks. True evicts, if there is none,
+                the one whose walks are not active and began last; it keeps its walks, and waits until a step needs it.
+        """
+        ready = [one for one in self._grammars.values() if one.is_ready and lane in (None, one.lane)]
+        grammar = next((one for one in ready if one.is_unused), None)
+        if grammar is None and is_urgent:
+            grammar = max((one for one in ready if not one.is_active), key=_first_walk, default=None)
         if grammar is None:
             return False
-        self._num_evictions += 1
-        del self._grammars[grammar.key]
-        self._drop_process(grammar)
+        self._evict(grammar)
         return True
 
+    def _evict(self, grammar: CompiledGrammar) -> None:
+        self._num_evictions += 1
+        if grammar.is_unused:
+            del self._grammars[grammar.key]
+        self._drop_process(grammar)
+        if grammar.is_active:
+            self._urgent[grammar.lane].append(grammar)
+
     def _start(self, grammar: CompiledGrammar) -> None:
+        grammar.is_queued = False
         try:
             process = self._spare.popleft() if self._spare else self._fork()
-            while len(self._spare) < NUM_SPARE:
-                self._spare.append(self._fork())
         except EngineError as error:
             self._fail(grammar, error)
             return
         lane, grammar.process, process.grammar = grammar.lane, process, grammar
         grammar.num_bytes = int(lane.share * self._capacity_bytes)
         grammar.num_pending, grammar.heard_at = 1, time.monotonic()
+        self._num_compilations += 1
         order = GrammarOrder(grammar.key, grammar.num_bytes, lane.compile_s, lane.step_s, lane.niceness)
         self._send(process, msgspec.json.encode(order))
+        try:
+            while len(self._spare) < NUM_SPARE:
+                self._spare.append(self._fork())
+        except EngineError as error:
+            logger.warning("no process is ready for the next grammar: %s", error)
 
     def _fork(self) -> Process:
         """Forks a process, which waits for its grammar.
 
         Raises:
-            EngineError: the tokenizer cannot be read.
+            EngineError: the tokenizer cannot be read, or the system gives no more processes or descriptors.
         """
-        control, fork_server = self._ready_fork_server()
-        ours, theirs = socket.socketpair()
+        try:
+            control, fork_server = self._ready_fork_server()
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise EngineError(
+                "structured_outputs could not be compiled", f"no process can be started: {why}"
+            ) from error
         ours.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             ours.setsockopt(socket.SOL_SOCKET, option, CONNECTION_BYTES)
@@ -421,31 +532,36 @@ class GrammarProcesses:
 
         Raises:
             EngineError: the tokenizer cannot be read.
+            OSError: the system gives no more processes or descriptors.
         """
         if self._control is not None and self._fork_server is not None:
             return self._control, self._fork_server
         text = self._read_tokenizer()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        file = os.memfd_create("tokenizer")
+        fork_server: subprocess.Popen[bytes] | None = None
         try:
-            with os.fdopen(os.dup(file), "wb") as writer:
-                writer.write(text)
-            os.lseek(file, 0, os.SEEK_SET)
-            self._fork_server = subprocess.Popen(
-                # Without site, which may take longer than the rest of the start; worker_environment has the path.
-                [sys.executable, "-S", "-P", "-m", "enginewright.runtime.grammar.grammar_worker"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=worker_environment(),
-                process_group=0,  # so that Ctrl-C in a terminal reaches only the parent
-            )
-            socket.send_fds(ours, [msgspec.json.encode(self._setup)], [file])
-        finally:
-            os.close(file)
-            theirs.close()
-        self._control, self._has_forked = ours, False
+            with theirs, os.fdopen(os.memfd_create("tokenizer"), "wb+") as file:
+                file.write(text)
+                file.flush()
+                file.seek(0)
+                fork_server = subprocess.Popen(
+                    # Without site, which may take longer than the rest of the start; worker_environment has the path.
+                    [sys.executable, "-S", "-P", "-m", "enginewright.runtime.grammar.grammar_worker"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=worker_environment(),
+                    process_group=0,  # so that Ctrl-C in a terminal reaches only the parent
+                )
+                socket.send_fds(ours, [msgspec.json.encode(self._setup)], [file.fileno()])
+        except BaseException:
+            ours.close()
+            if fork_server is not None:
+                fork_server.kill()
+                fork_server.wait()
+            raise
+        self._control, self._fork_server, self._has_forked = ours, fork_server, False
         self._selector.register(ours, selectors.EVENT_READ, None)
-        return ours, self._fork_server
+        return ours, fork_server
 
     def _end_fork_server(self) -> None:
         """Ends the process that forks, and with it all processes that it has forked."""
@@ -560,11 +676,14 @@ class GrammarProcesses:
     def _measured(self, grammar: CompiledGrammar, num_bytes: int) -> None:
         """Records the memory of a grammar, and evicts others if it is too much."""
         grammar.num_bytes = num_bytes
-        while self._num_bytes() > self._capacity_bytes and self._evict_one():
+        while self._num_bytes() > self._capacity_bytes and self._evict_one(is_urgent=True):
             continue
-        if self._num_bytes() > self._capacity_bytes:
-            largest = max(self._grammars.values(), key=lambda one: one.num_bytes if one.is_ready else 0)
-            self._fail(largest, UsageError("structured_outputs cannot be compiled", self._memory_error(largest.lane)))
+        while self._num_bytes() > self._capacity_bytes:
+            # Steps use all of them. One alone always fits, so the one that began last can wait for memory again.
+            ready = [one for one in self._grammars.values() if one.is_ready]
+            if not ready:  # the others are being compiled, and are counted with their limits
+                return
+            self._evict(max(ready, key=_first_walk))
 
     def _process_ended(self, process: Process, status: int | None) -> None:
         """Starts the grammar of an ended process again in the second lane if it was in the first; else it fails."""
@@ -577,8 +696,14 @@ class GrammarProcesses:
         lane, is_ready = grammar.lane, grammar.is_ready
         self._drop_process(grammar)
         if lane is FIRST and status != -signal.SIGSEGV:
+            if status == -_BEYOND_MEMORY:
+                self._large[hash(grammar.key)] = None
+                if len(self._large) > MAX_LARGE:
+                    self._large.popitem(last=False)
             grammar.lane = SECOND
-            self._queues[SECOND].append(grammar)
+            self._enqueue(grammar)
+            if grammar.is_active:
+                self._urgent[SECOND].append(grammar)
             return
         if status == -_BEYOND_TIME:
             why = f"it takes more than {lane.step_s if is_ready else lane.compile_s:g} s of CPU time"
@@ -606,7 +731,7 @@ class GrammarProcesses:
                 future.set_exception(error)
         for number, walk in grammar.walks.items():
             self._walks.pop(number, None)
-            walk.put(WalkReply(number, False, len(walk.tokens), True, 0, (), ()))
+            walk.put(_failed(number, len(walk.tokens)))
 
     def _drop_process(self, grammar: CompiledGrammar) -> None:
         """Kills a grammar's process, if it has one."""
@@ -664,6 +789,21 @@ class GrammarProcesses:
                 self._fork_server.kill()  # which `_read_control` handles next
             else:
                 self._process_ended(process, -signal.SIGALRM)
+
+
+def _first_walk(grammar: CompiledGrammar) -> int:
+    """Number of the walk of a grammar that began first; walks that began later have larger numbers."""
+    return next(iter(grammar.walks))
+
+
+def _failed(number: int, num_taken: int) -> WalkReply:
+    """The last reply of a walk that has failed.
+
+    Args:
+        number: number of the walk.
+        num_taken: number of tokens that it has taken.
+    """
+    return WalkReply(number, False, num_taken, True, 0, (), ())
 
 
 def _process_of(grammar: CompiledGrammar) -> Process:

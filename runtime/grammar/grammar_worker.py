@@ -11,6 +11,7 @@ import json
 import os
 import re
 import resource
+import selectors
 import signal
 import socket
 import time
@@ -438,48 +439,71 @@ class ForkServer:
 
     def __init__(self, control: socket.socket, compiler: GrammarCompiler) -> None:
         self._control, self._compiler = control, compiler
-        self._children: set[int] = set()  # ids of the processes that have not ended
+        self._children: set[int] = set()  # ids of the processes that have not been reaped
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waker = socket.socketpair()  # each signal writes a byte to the second one
 
     def run(self) -> None:
         """Serves until the engine closes the socket, and ends all processes then."""
-        signal.signal(signal.SIGCHLD, self._reap)
         gc.collect()
         gc.freeze()  # collections would write to shared pages
         gc.disable()
+        self._wake_for_children()
         try:
-            while True:
-                data, sockets, _, _ = socket.recv_fds(self._control, FORK_MESSAGE.size, 1)
-                if not data:
-                    return
-                kind, number = FORK_MESSAGE.unpack(data)
-                if kind == FORK:
-                    self._fork(sockets[0])
-                elif number in self._children:  # else it has ended, and the id may belong to another process
-                    os.kill(number, signal.SIGKILL)
+            while self._handle_events():
+                continue
         except (BrokenPipeError, ConnectionResetError):
             return
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
             for pid in self._children:
                 os.kill(pid, signal.SIGKILL)
             for pid in self._children:
                 os.waitpid(pid, 0)
 
+    def _wake_for_children(self) -> None:
+        """Lets the end of a process wake the selector.
+
+        A handler of SIGCHLD would not do: Python runs it between two of its instructions, so a signal that arrives just
+        before a call of the kernel is handled only when that call returns, which may be never.
+        """
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing would be written to the waker
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._control, selectors.EVENT_READ)
+
+    def _handle_events(self) -> bool:
+        """Waits for messages and ends of processes, and handles them; returns False once the socket is closed."""
+        ready = {key.fileobj for key, _ in self._selector.select()}
+        if self._woken in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(1 << 12)
+            self._reap()
+        if self._control not in ready:
+            return True
+        data, sockets, _, _ = socket.recv_fds(self._control, FORK_MESSAGE.size, 1)
+        if not data:
+            return False
+        kind, number = FORK_MESSAGE.unpack(data)
+        if kind == FORK:
+            self._fork(sockets[0])
+        elif number in self._children:  # else it has ended, and the id may belong to another process
+            os.kill(number, signal.SIGKILL)
+        return True
+
     def _fork(self, descriptor: int) -> None:
         """Forks the process that serves a grammar over this socket."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         pid = os.fork()
         if pid == 0:
             self._be_grammar(descriptor)
         self._children.add(pid)
         self._control.send(msgspec.json.encode(Forked(started=pid)))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         os.close(descriptor)
 
-    def _reap(self, *_: Any) -> None:
+    def _reap(self) -> None:
         """Reports how processes have ended."""
-        # There are no more children, or the engine has closed the socket.
-        with contextlib.suppress(ChildProcessError, BrokenPipeError):
+        with contextlib.suppress(ChildProcessError):  # there are no more children
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 self._children.discard(found[0])
                 how = Forked(ended=found[0], status=os.waitstatus_to_exitcode(found[1]))
@@ -490,9 +514,10 @@ class ForkServer:
         status, errors = 0, os.fdopen(os.dup(2), "w")
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust reports there that memory is exhausted
+            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-            self._control.close()
+            for inherited in (self._selector, self._woken, self._waker, self._control):
+                inherited.close()
             _serve(socket.socket(fileno=descriptor), self._compiler)
         except (BrokenPipeError, ConnectionResetError):
             status = 0  # the engine has closed the connection

@@ -70,6 +70,7 @@ class GrammarWalk:
         self._processes, self._key = processes, key
         self._number: int | None = None  # None before the start and after the end
         self._num_taken = 0  # number of the answer's tokens
+        self._is_active = False  # True while steps use it; see GrammarProcesses
         self._replies: SimpleQueue[WalkReply] = SimpleQueue()
         self._next: WalkReply | None = None  # mask of the next token; None until it is known
         self._ahead: WalkReply | None = None  # masks after draft tokens; None until they are known
@@ -92,12 +93,20 @@ class GrammarWalk:
         self._num_taken += 1
         self._next = self._ahead = None
         if self._number is not None:
+            self._is_active = True
             self._processes.take(self._number, token)
 
     def look(self, tokens: Sequence[int]) -> None:
         """Requests the masks after draft tokens."""
         if self._number is not None:
+            self._is_active = True
             self._processes.look(self._number, tokens)
+
+    def rest(self) -> None:
+        """Notes that its sequence waits, so that its grammar may be evicted for one that a step needs."""
+        if self._number is not None and self._is_active:
+            self._is_active = False
+            self._processes.rest(self._number)
 
     def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
         """Waits for a mask.
@@ -111,11 +120,19 @@ class GrammarWalk:
         """
         until = time.perf_counter() + seconds
         while not self._is_known(after):
+            if self._replies.empty():
+                self._need()
             try:
                 self._receive(self._replies.get(timeout=max(until - time.perf_counter(), 0)))
             except Empty:
                 return False
         return True
+
+    def _need(self) -> None:
+        """Asks for the mask that a step waits for, if its grammar may have been evicted."""
+        if self._number is not None and not self._is_active:
+            self._is_active = True
+            self._processes.need(self._number)
 
     def allow(self, mask: Mask, after: Sequence[int] = ()) -> None:
         """Writes a known mask; the mask stays as it is if the walk has failed.
@@ -144,9 +161,9 @@ class GrammarWalk:
         return self._ahead is not None and list(self._ahead.tokens[: len(after)]) == list(after)
 
     def _receive(self, reply: WalkReply) -> None:
+        self.failed = self.failed or reply.failed
         if reply.position != self._num_taken:  # it belongs to an earlier token
             return
-        self.failed = self.failed or reply.failed
         if reply.is_look:
             self._ahead = reply
         else:

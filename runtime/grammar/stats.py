@@ -9,4 +9,5 @@ class GrammarStats:
 
     num_grammars: int = 0  # number of grammars that are kept
     num_bytes: int = 0  # bytes of their memory
-    num_evictions: int = 0  # number of unused grammars that were evicted for others, since the start
+    num_evictions: int = 0  # number of grammars that were evicted for others, since the start
+    num_compilations: int = 0  # number of times that a process began to compile a grammar, since the start

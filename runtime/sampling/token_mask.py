@@ -38,6 +38,9 @@ class Grammar(Protocol):
     def look(self, tokens: Sequence[int]) -> None:
         """Requests the masks after the first of these draft tokens, the first two, and so on."""
 
+    def rest(self) -> None:
+        """Notes that no step uses it until `wait`, `look` or `take` is called: its completion waits to be admitted."""
+
     def wait(self, seconds: float, after: Sequence[int] = ()) -> bool:
         """Waits for the mask of the next token, or of the token after draft tokens.
 

@@ -80,6 +80,8 @@ class WaitingSequences:
     def put_back(self, sequence: TokenSequence) -> None:
         """Queues a new or preempted sequence, at its place in the order of arrival."""
         sequence.state.queued_at = self._clock()
+        if sequence.grammar is not None:
+            sequence.grammar.rest()
         insort(self._queues.setdefault(sequence.work, []), sequence, key=self._arrivals.__getitem__)
         self.no_room = False
 

@@ -251,6 +251,7 @@ class Metrics:
         yield self._gauge("grammars", "Compiled grammars that are kept.", grammars.num_grammars)
         yield self._gauge("grammar_memory_bytes", "Memory of the compiled grammars.", grammars.num_bytes)
         yield self._counter("grammar_evictions", "Grammars that were evicted for others.", grammars.num_evictions)
+        yield self._counter("grammar_compilations", "Grammars that began to be compiled.", grammars.num_compilations)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         yield self._counters("request_success", "Completions that have ended.", "finished_reason", self.finished)

@@ -34,7 +34,12 @@ METHODS: Mapping[str, Callable[[Engine, RuntimeConfig, Executor], Proposer]] = {
 def _open_runner(role: str, engine: Engine, config: RuntimeConfig, executor: Executor) -> DraftRunner:
     """Opens a draft model whose KV caches hold as many tokens as those of the model, which the executor runs."""
     draft, limits = engine.for_role(role), _config_of_draft(role, engine, config, executor.memory_plan.kv_bytes)
-    return DraftRunner(open_executor(draft, limits, executor.weights), StepCost.of(draft))
+    own = open_executor(draft, limits, executor.weights)
+    try:
+        return DraftRunner(own, StepCost.of(draft))
+    except BaseException:
+        own.close()
+        raise
 
 
 def with_method(engine: Engine, config: RuntimeConfig) -> RuntimeConfig:

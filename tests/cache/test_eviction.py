@@ -8,7 +8,14 @@ import pytest
 
 from enginewright.plan import CacheGroup
 from enginewright.runtime.cache.cache import Cache
-from enginewright.runtime.cache.eviction import MAX_RETAINED_SHARE, MAX_TTL_S, NOT_RETAINED, TTLS_S, Retention
+from enginewright.runtime.cache.eviction import (
+    MAX_RETAINED_SHARE,
+    MAX_TTL_S,
+    NOT_RETAINED,
+    TTLS_S,
+    EvictionOrder,
+    Retention,
+)
 from enginewright.runtime.cache.keys import PrefixKeys
 from enginewright.runtime.cache.pool import Pool
 from tests.helpers.scheduler_watch import BLOCK, group, recurrent
@@ -92,10 +99,11 @@ class Model:
         return now < place.used_at + place.retention.ttl_s
 
 
-@pytest.mark.parametrize("num_places", range(1, 10))
+@pytest.mark.parametrize("num_places", [*range(1, 10), 23, 41])
 def test_evictions_follow_the_rules(num_places: int) -> None:
     rng, clock = random.Random(num_places), Clock()
-    hints = [Retention.of(ttl_s, tenant) for ttl_s in (0.0, 0.0, *TTLS_S) for tenant in "abc"]
+    tenants = "abc" if num_places < 10 else "abcdefghijklm"
+    hints = [Retention.of(ttl_s, tenant) for ttl_s in (0.0, 0.0, *TTLS_S) for tenant in tenants]
     pool, model = Pool(num_places, clock), Model(num_places)
     removed: list[bytes] = []
     pool.watch = lambda key, is_there: None if is_there else removed.append(key)
@@ -124,6 +132,54 @@ def test_evictions_follow_the_rules(num_places: int) -> None:
         assert pool.num_free == num_places - len(held)
         assert pool.num_retained == sum(one.retention.ttl_s > 0 for one in model.free)
     assert pool.num_early_evictions == num_early > 0
+
+
+class Counted(float):
+    """A time whose comparisons are counted."""
+
+    num = 0
+
+    def __add__(self, other: float) -> "Counted":
+        return Counted(float(self) + other)
+
+    __radd__ = __add__
+
+    def __lt__(self, other: float) -> bool:
+        Counted.num += 1
+        return float(self) < other
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num += 1
+        return float(self) == other
+
+    __hash__ = float.__hash__
+
+
+@pytest.mark.parametrize("shape", ["equal", "different", "one more and one less"])
+def test_the_cost_of_an_eviction_does_not_grow_with_the_tenants(shape: str) -> None:
+    """Comparisons of times for each place that is added, evicted or used again, with more and more tenants."""
+    worst = []
+    for num_tenants in (40, 160, 640):
+        clock = Clock()
+        order = EvictionOrder(8 * num_tenants, lambda clock=clock: Counted(clock.now))  # type: ignore[misc]
+        counts = [2 + tenant % 8 if shape == "different" else 4 for tenant in range(num_tenants)]
+        names = [f"tenant {tenant}" for tenant in range(num_tenants)]
+        places = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+        for place, name in enumerate(places):
+            clock.now += 0.1
+            order.add(place, Retention.of(TTLS_S[place % len(TTLS_S)], name))
+        costs = []
+        for number in range(4 * len(places)):
+            clock.now += 0.1
+            Counted.num = 0
+            if shape == "one more and one less" and number % 2:
+                order.add(-1, Retention.of(TTLS_S[0], "another"))
+                order.remove(-1)
+            place = order.pop()
+            order.add(place, Retention.of(TTLS_S[number % len(TTLS_S)], places[place]))
+            costs.append(Counted.num)
+        worst.append(sum(costs) / len(costs))
+    assert worst[2] < 3 * worst[0] and worst[2] < 300, worst
 
 
 def test_a_hint_outlives_its_time_only_by_use() -> None:

@@ -181,7 +181,7 @@ class SlowSteps:
     def begin(self) -> None:
         """Does nothing: the first mask is being computed."""
 
-    end = begin
+    end = rest = begin
 
     def look(self, tokens: Sequence[int]) -> None:
         """Does nothing: the masks after draft tokens are known with the next one."""

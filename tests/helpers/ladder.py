@@ -20,7 +20,7 @@ class Ladder:
     def begin(self) -> None:
         """Does nothing: masks need no preparation."""
 
-    end = begin
+    end = rest = begin
 
     def look(self, tokens: Sequence[int]) -> None:
         """Does nothing: masks after draft tokens need no preparation."""
