@@ -30,6 +30,7 @@ from enginewright.builder.checkpoint.base import TensorInfo, TokenizerFiles
 from enginewright.builder.pooling import Pooling
 from enginewright.builder.progress import Silent
 from enginewright.plan import KernelCall, Plan, WeightOperand
+from enginewright.rank_layout import RankLayout
 from enginewright.rank_plan import plan_of_rank, units_of_rank
 from enginewright.runtime.count import format_bytes
 from enginewright.runtime.device.cpu.weight_parts import columns_of, part_of_weight
@@ -77,6 +78,8 @@ SHARED = Link(1e-6, 0.0, 12e9)
 NETWORK = Link(20e-6, 3e-6, 25e9 / 8)
 # NVLink 4: 900 GB/s for both directions (data sheet), so 450 GB/s are received. 10 µs for a collective are assumed.
 NVLINK = Link(10e-6, 0.0, 450e9)
+# Bytes of a number of the hidden state that a stage sends: the sum of the layers in fp32, and its norm in bf16.
+HIDDEN_BYTES = 6
 
 # Configs that are not in PUBLISHED, in the keys that decide about sizes: from the model cards, and for Qwen3.5 also
 # https://github.com/THUDM/slime/blob/main/scripts/models/qwen3.5-397B-A17B.sh.
@@ -220,10 +223,10 @@ def work_of(assembly: Assembly, config: Mapping[str, Any], size: int) -> Work:
         return assembly.weights[name].form
 
     plans = [plan_of_rank(plan, rank, size, lambda name: columns_of(form(name))) for rank in range(size)]
-    parts = zip(plans, rank_shares(plan, form, size), strict=True)
+    parts = zip(plans, rank_shares(plan, form, RankLayout(size)), strict=True)
     experts = next((config[key] for key in ("n_routed_experts", "num_experts") if config.get(key)), 0)
     active = config["num_experts_per_tok"] if experts else 0
-    return Work([rank_work(*part) for part in parts], 4 * config["hidden_size"], experts, active)
+    return Work([rank_work(*part) for part in parts], HIDDEN_BYTES * config["hidden_size"], experts, active)
 
 
 def expert_share(experts: int, active: int, tokens: int, size: int) -> float:
