@@ -86,7 +86,7 @@ class _Cuts:
         self.plan = plan
         self.read = _columns_read_after(plan)
         self.written = _buffers_written_before(plan)
-        self.before = [0, *accumulate(_bytes_read(call, weight_bytes) for call in plan.calls)]
+        self.before = [0, *accumulate(_work(call, plan, weight_bytes) for call in plan.calls)]
         inside = _inside_caches(plan) | _inside_adapters(plan)
         self.places = [place for place in range(1, len(plan.calls)) if place not in inside]
 
@@ -118,7 +118,7 @@ class _Cuts:
         raise AssertionError("all places together give the best division")
 
     def _divide(self, places: Sequence[int], stages: int) -> list[int]:
-        """Chooses places so that the stage that reads the most bytes of weights reads as few as possible."""
+        """Chooses places so that the stage with the most work has as little as possible."""
         if len(places) < stages - 1:
             return []
         before = [self.before[place] for place in places]
@@ -137,9 +137,9 @@ class _Cuts:
         """Fills stages one after the other. Returns the index of the place after each but the last; None: too few.
 
         Args:
-            before: bytes before each place, in order.
+            before: work before each place, in order.
             stages: number of stages.
-            most: maximum bytes of a stage.
+            most: maximum work of a stage.
         """
         chosen: list[int] = []
         for number in range(1, stages):
@@ -147,7 +147,7 @@ class _Cuts:
             first = chosen[-1] + 1 if chosen else 0
             last = len(before) - (stages - number)  # later stages need a place each
             index = min(bisect_right(before, begin + most) - 1, last)
-            # Of places with the same bytes before them the first: nothing is computed twice or earlier than needed.
+            # Of places with the same work before them the first: nothing is computed twice or earlier than needed.
             index = max(bisect_left(before, before[index]), first) if index >= first else first
             if before[index] - begin > most:
                 return None
@@ -169,11 +169,18 @@ def _is_repeated(call: KernelCall) -> bool:
     return call.kernel.partition("@")[0] in _REPEATED
 
 
-def _bytes_read(call: KernelCall, weight_bytes: Callable[[str], int]) -> int:
-    """Bytes of the weights that a call reads in each step."""
+def _work(call: KernelCall, plan: Plan, weight_bytes: Callable[[str], int]) -> int:
+    """Work of a call: bytes of the weights that it reads in a step that decodes.
+
+    Those of the output head count half, since a prompt needs it for its last token alone.
+    """
     if call.kernel.startswith(_LOOKUPS):
         return 0
-    return sum(weight_bytes(one.name) for one in call.operands.values() if isinstance(one, WeightOperand))
+    read = sum(weight_bytes(one.name) for one in call.operands.values() if isinstance(one, WeightOperand))
+    rows = {
+        dim for role, one in _buffers(call) if role in outputs(call) for dim, _ in plan.buffers[one.index].rows.terms
+    }
+    return read // 2 if rows == {"logit_rows"} else read
 
 
 def _with_layers(group: CacheGroup, layers: Iterable[int]) -> CacheGroup:
