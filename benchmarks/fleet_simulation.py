@@ -28,6 +28,7 @@ from chart import FOLDER, ROOT, THEMES, Theme
 from fleet.costs import StepCosts, fit_results
 from fleet.simulation import FleetConfig, Link, Outcome, Simulation
 from fleet.workload import Requests, Workload
+from protocol.rows import in_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,7 +116,7 @@ def publish(runs: list[Run], workload: Workload) -> None:
         workload: their requests.
     """
     kept = {"workload": asdict(workload), "runs": [asdict(run) for run in runs]}
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    RESULTS.write_text(in_rows(kept) + "\n")
     for theme in THEMES:
         (FOLDER / f"fleet-{theme.name}.svg").write_bytes(render(chosen(runs), theme))
     about = f"{workload.requests:,} requests, {workload.prefixes:,} prefixes, seed {workload.seed}:"
@@ -189,7 +190,7 @@ def main() -> None:
     if arguments.fit is not None:
         command = f"python benchmarks/cpu.py; python benchmarks/fleet_simulation.py --fit {arguments.fit}"
         found: dict[str, Any] = {"command": command, **fit_results(arguments.fit, *MEASURED, CHUNK)}
-        COSTS.write_text(json.dumps(found, indent=2) + "\n")
+        COSTS.write_text(in_rows(found) + "\n")
         return
     workload = Workload(
         requests=arguments.requests, prefixes=arguments.prefixes, exponent=arguments.exponent, seed=arguments.seed
