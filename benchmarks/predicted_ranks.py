@@ -46,7 +46,7 @@ TRIALS = 64  # random routings of which the mean is taken
 
 @dataclass(frozen=True)
 class Chip:
-    """What computes a rank: a socket, or a GPU."""
+    """A device that computes a rank: a socket, or a GPU."""
 
     name: str  # name in the table
     memory_bytes: int  # memory of one
@@ -56,7 +56,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Link:
-    """What ranks exchange over."""
+    """A link over which ranks exchange."""
 
     latency_s: float  # seconds of an exchange of few bytes
     message_s: float  # seconds that each further rank adds to it
@@ -82,7 +82,8 @@ NVLINK = Link(10e-6, 0.0, 450e9)
 HIDDEN_BYTES = 6
 
 # Configs that are not in PUBLISHED, in the keys that decide about sizes: from the model cards, and for Qwen3.5 also
-# https://github.com/THUDM/slime/blob/main/scripts/models/qwen3.5-397B-A17B.sh.
+# https://github.com/THUDM/slime/blob/main/scripts/models/qwen3.5-397B-A17B.sh. The heads of its linear attention have
+# not been compared with a published config; a test sees that the weights add up to 396 billion.
 LLAMA_70B = {
     "model_type": "llama",
     "hidden_size": 8192,
@@ -154,7 +155,7 @@ class ShapesOnly:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What a rank reads and computes in a step of all layers."""
+    """Work of a rank in a step of all layers: bytes that it reads, and operations."""
 
     share: RankShare  # its weights, caches and exchanges
     dense_bytes: int  # bytes of the weights that each step reads
@@ -165,7 +166,7 @@ class RankWork:
 
 @dataclass(frozen=True)
 class Work:
-    """What the ranks of a model do."""
+    """Work of all ranks of a model."""
 
     ranks: Sequence[RankWork]
     hidden_bytes: int  # bytes of the hidden state of a token, which a stage passes to the next one

@@ -5,7 +5,7 @@
 
 "one" is one process with a thread for each rank; "ranks" are as many processes of one thread. Both are opened again in
 each round, in turns, and compute a prompt of 512 tokens and then decode. Medians of rounds, and of the ratios within a
-round. With --requests the two are joined by "stages" of one thread, and each answers so many requests at once, of 128
+round. With --requests the two are joined by "stages" of one thread, and each answers that many requests at once, of 128
 tokens and then 64 more; with --machines 2, half of the ranks and stages belong to an `engine worker` that is reached by
 TCP on this machine.
 

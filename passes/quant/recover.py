@@ -31,7 +31,7 @@ from enginewright.passes.weights import RowsTensor, origin_of, read, shape_of
 from enginewright.plugins.plugin import DOMAIN
 
 BATCH = 4  # texts of a step
-HELD_OUT = 8  # one of so many texts is held out, and says when to stop
+HELD_OUT = 8  # number of texts of which one is held out, and says when to stop
 LOOK_STEPS = 10  # steps between two looks at the held-out texts
 PATIENCE = 3  # looks without an improvement after which training stops
 RATE, WARM_UP_STEPS = 2e-3, 10  # learning rate of the logarithms of factors, which begins small and falls to 0

@@ -278,7 +278,7 @@ class CudaExecutor:
         return _Launches(tuple(grids), launches)
 
     def _runs_of(self, call: KernelCall) -> list[tuple[Launch, OnGrid]]:
-        """What a call queues, in order, each with the launch that its grid follows from."""
+        """Lists all that a call queues, in order, each with the launch that its grid follows from."""
         runs = [(launch, self._launcher(call, launch)) for launch in call.launches]
         if call.kernel == ALL_GATHER:  # between the copy of this rank's part and those of the others
             own = sum(launch.arguments[-1].startswith(PACKED) for launch in call.launches)
