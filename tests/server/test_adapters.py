@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,13 @@ def test_routers_see_adapters_of_live_requests(files: dict[str, Path]) -> None:
 
     with Running(files["one"], config, {**LORA, "max_num_seqs": 1, "max_loras": 1}) as server:
         assert shown(server, "", "")
-        first = server.begin(CHAT, {**body, "model": "poet"})
-        with server.held_steps(), server.connect() as second:
-            server.until_held()
+        is_running = server.held_steps(once=lambda llm: llm.stats().num_running == 1)
+        with ThreadPoolExecutor(1) as clients, is_running, server.connect() as second:
+            first = clients.submit(server.post, CHAT, {**body, "model": "poet"})
+            server.until_held()  # in the first step of the first request, so that it cannot have ended
             server.send(second, CHAT, {**body, "model": "law"})
             wait_until(lambda: shown(server, "poet", "law"))
-        assert first().status == 200
+        assert first.result().status == 200
 
 
 @pytest.mark.parametrize(
